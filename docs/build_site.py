@@ -147,7 +147,7 @@ def costs_page() -> str:
     files = ["cpu_step_time.json", "cpu_inference.json", "cpu_oneshot.json"]
     costs = [_costs(json.loads((RESULTS / file).read_text())) for file in files]
     training = _training(json.loads((RESULTS / "cpu_training.json").read_text()))
-    return "\n\n".join(["# Training on a CPU", _SPARSE, training, "## What pruning costs", _COSTS, *costs])
+    return "\n\n".join(["# Training on a CPU", _SPARSE, training, _NOTES, "## What pruning costs", _COSTS, *costs])
 
 
 def _training(result: dict[str, Any]) -> str:
@@ -160,7 +160,8 @@ def _training(result: dict[str, Any]) -> str:
             rows.setdefault((row["case"], row["way"]), {})[where] = found
     columns = list(dict.fromkeys(where for found in rows.values() for where in found))
     table = markdown_table(
-        ["", "", *columns], [[*name, *(found.get(where, "") for where in columns)] for name, found in rows.items()]
+        ["what", "method", *columns],
+        [[*name, *(found.get(where, "") for where in columns)] for name, found in rows.items()],
     )
     losses = list(zip(result["losses"]["cpu"], result["losses"]["dense"]))
     most = max(abs(ours - dense) for ours, dense in losses)
@@ -185,12 +186,14 @@ def _costs(result: dict[str, Any]) -> str:
 
 
 _SPARSE = (
-    "The time of dense math over that with sparse GEMMs, in fp32: median, least and most of the rounds, each in its "
-    'round. `backend="cpu"` takes the kernels that skip zeros; with `"auto"`, `hf-sparse24 tune --dtype fp32` measures '
-    "first. Packing the sparse operand is in the time of a GEMM; pruning, MVUE and the optimizer are in that of a "
-    "step. `avx2` limits MKL, oneDNN, torch and our kernels alike. bf16 stays dense: where a CPU has it, dense bf16 is "
-    "faster than any of this."
+    "How many times as fast as dense math a training step and its GEMMs are on a CPU in fp32, with sparse GEMMs: the "
+    "median of the rounds, and in brackets the lowest and the highest. Above 1 is faster."
 )
+_NOTES = """- `backend="cpu"` takes the kernels that skip zeros. `"auto"` takes the GEMMs that `hf-sparse24 tune --dtype
+  fp32` found faster.
+- The time of a GEMM has packing its sparse operand in it. That of a step has pruning, MVUE and the optimizer too.
+- `avx2` limits MKL, oneDNN, torch and our kernels alike.
+- bf16 stays dense: where a CPU has it, dense bf16 is faster than any of this."""
 _COSTS = (
     "Time with this library divided by the time of the dense model, paired round by round: median, lowest and highest "
     "of the rounds. These runs have no sparse GEMMs, so this is what pruning costs. The machine is shared and noisy: "

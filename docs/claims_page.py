@@ -206,15 +206,18 @@ INTRO = """# What the papers claim, and what was seen
 
 {claims} claims of the abstracts of five papers, each tried as far as a CPU can: **{counts}**.
 
+{table}
+
 - **The models are tiny**: unless a row says otherwise, a Llama of 0.46M parameters on Python's standard library.
   Runs of `claims.py` have {steps} steps of 1,024 tokens (0.6M tokens), those of [methods side by side](methods.md)
   4,000 (4.1M). At 0.6M tokens the model is far from using what it has: half of the MLPs' weights cost nothing there,
-  so rows on what sparsity costs rest on the longer runs where there are any. A claim that is not seen here may hold
-  at the papers' sizes.
+  so rows on what sparsity costs use the longer runs where they exist. A claim that is not seen here may hold at the
+  papers' sizes.
 - Differences are of validation loss in nats per token, seed by seed; brackets have the lowest and the highest seed.
 - *Seen*: in every seed, and in two of them or by {noise:g} nats. *Contradicted*: the opposite in every seed, by
-  {noise:g} nats in the mean. *Not seen*: neither. *Costs little* is {noise:g} nats at most,
-  *comparable* {share:.0%} of the loss, in the mean of two seeds, or of one that is {noise:g} nats from that limit.
+  {noise:g} nats in the mean. *Not seen*: neither.
+- *Costs little*: {noise:g} nats at most. *Comparable*: {share:.0%} of the loss at most. Both in the mean of two seeds,
+  or in one seed that is {noise:g} nats away from that limit.
 - Verdicts are computed from the result files by `python docs/build_site.py`, and again by the tests.
 - Commands stand for `python recipes/...`. What repeats the papers' own experiments, at their size, is in
   [the papers' experiments](papers.md)."""
@@ -253,7 +256,15 @@ def page(folder: Path) -> str:
     counts = ", ".join(f"{verdicts.count(kind)} {kind.strip('*')}" for kind in VERDICTS if kind in verdicts)
     run = next(iter(results.short("dense").values()))
     steps = run["arguments"]["max_steps"]
-    parts = [INTRO.format(claims=len(verdicts), counts=counts, steps=steps, noise=NOISE, share=COMPARABLE)]
+    kinds = [kind for kind in VERDICTS if kind in verdicts]
+    lines = []
+    for paper in papers:
+        own = [findings[claim.number][1] for claim in paper.claims]
+        link = f"[{paper.title}](#{paper.title.lower().replace(' ', '-')})"
+        lines.append([link, *(str(own.count(kind) or "") for kind in kinds)])
+    table = markdown_table(["paper", *(kind.strip("*") for kind in kinds)], lines)
+    sizes = {"claims": len(verdicts), "counts": counts, "table": table, "steps": steps}
+    parts = [INTRO.format(**sizes, noise=NOISE, share=COMPARABLE)]
     for paper in papers:
         parts += [f"## {paper.title}", paper.text, f"![{paper.alt}](../images/{paper.image}.svg)"]
         rows = [[c.number, c.claim, c.how, *findings[c.number]] for c in paper.claims]

@@ -9,19 +9,20 @@ from hf_sparse24.tables import markdown_table
 
 INTRO = """# Packed models on a CPU
 
-Decoding reads every weight for every token, so fewer bytes mean more tokens per second where memory is the limit. A
-packed weight of 2:4 or 16:32 has 9/16 of the bytes in bf16, 17/32 in fp32, and with int8 values 5/16 of bf16's. Above 1
-is faster than dense. [The frontier](frontier.md) has whole models, and what they lose."""
+How fast packed 2:4 and 16:32 models are on a CPU: layers, generation, training steps. A ratio above 1 is faster than
+dense. [The frontier](frontier.md) has other engines, and what each loses."""
 
 NOTES = """## How to read the tables
 
+- Decoding reads every weight for every token, so fewer bytes mean more tokens per second where memory is the limit. A
+  packed weight has 9/16 of the bytes in bf16, 17/32 in fp32, and with int8 values 5/16 of bf16's.
 - Layers are compared with torch's dense ones and with an equally written dense kernel (`recipes/benchmarks/dense.cpp`);
   the better of the two is "best dense".
 - The contenders of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
   in brackets. A ratio is taken within a turn.
 - **Bold** ratios reach the goal that was set before measuring, *italic* ones miss it, the others had no goal.
 - Training steps are the other way round: time divided by that of a dense step.
-- Calls, generation and training steps were measured before version 3 of the packed format, on the machine under each
+- Generation and training steps were measured before version 3 of the packed format, on the machine under each
   table.
 - llama.cpp is a wheel built for AVX2 alone. [The frontier](frontier.md) has a build with AVX-512.
 - These are speeds alone. Sparsity costs [quality](pretrained.md), and so do llama.cpp's formats
@@ -32,14 +33,13 @@ Rows = dict[str, dict[str, Any]]
 
 
 def page(folder: Path) -> str:
-    """The page of the results in a folder. A section without a file says how it is measured."""
+    """The page of the results in a folder, of the sections that have a file."""
     parts = [INTRO]
     for name, (title, tables) in SECTIONS.items():
-        parts.append(f"## {title}")
         path = folder / f"{name}.json"
         if not path.exists():
-            parts.append(f"Not measured yet: `python recipes/benchmarks/cpu.py {name}`.")
             continue
+        parts.append(f"## {title}")
         result = json.loads(path.read_text())
         (section,) = result["sections"].values()
         facts = {key: value for key, value in result["environment"].items() if key != "flags"}
@@ -55,11 +55,11 @@ def layers(rows: Rows) -> Iterator[str]:
     for name, row in rows.items():
         layer, tokens, threads = name.split(", ")
         shape, dtype = layer.split()
-        cells = [time(row, way) for way in ways] + [ratio(row, key) for key in ratios]
+        cells = [ratio(row, key) for key in ratios] + [time(row, way) for way in ways]
         groups.setdefault(f"{dtype}, {threads}", []).append([shape, tokens.split()[0], *cells])
     for group, lines in groups.items():
         yield f"### {group}"
-        yield table(["layer", "tokens", *(f"{way}, us" for way in ways.values()), *ratios], lines)
+        yield table(["layer", "tokens", *ratios, *(f"{way}, us" for way in ways.values())], lines)
     speeds = {name: row["facts"]["read, GB/s"] for name, row in rows.items() if "read, GB/s" in row.get("facts", {})}
     for threads in ("1 thread", "2 threads"):
         found = [speed[1] for name, speed in speeds.items() if name.endswith(threads)]

@@ -107,7 +107,14 @@ def table(rows: dict[str, Row], large: dict[str, Row]) -> str:
         other = large.get(name)
         cells += [f"{other['bytes'] / 1e6:,.0f}", *(rate(other, n) for n in "21")] if other else [""] * 3
         lines.append(cells)
-    head = ["", "MB", "tokens/s, 2 threads", "1 thread", "KL", *(f"{name}, x dense" for name in smollm2.SHORT.values())]
+    head = [
+        "model",
+        "MB",
+        "tokens/s, 2 threads",
+        "1 thread",
+        "KL",
+        *(f"{name}, x dense" for name in smollm2.SHORT.values()),
+    ]
     return markdown_table([*head, "Llama-1B, MB", "Llama-1B, 2 threads", "Llama-1B, 1 thread"], lines)
 
 
@@ -138,10 +145,10 @@ def verdicts(rows: dict[str, Row]) -> str:
             beaten_by = better(rows, name, cost)
             cells.append("yes" if name in fronts[what] else f"no: {len(beaten_by)} ({beaten_by[-1]})")
         lines.append(cells)
-    return markdown_table(["", *AXES], lines)
+    return markdown_table(["model", *AXES], lines)
 
 
 FRONT = (
-    'A row is on the front of KL and a cost if no other row is at least as good in both. "No" counts those rows and '
-    "names one. Sparse rows are bold."
+    "A row is on the front if no other row is at least as good in both KL and the column's cost. `no: 7 (X)`: seven "
+    "rows are, X among them. Sparse rows are bold."
 )

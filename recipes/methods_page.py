@@ -101,7 +101,7 @@ def _result(best: dict[str, dict[int, Run]]) -> str:
         f"Trained 2:4 it ends between {means[lowest]:+.3f} (`{lowest}`) and {means[highest]:+.3f} (`{highest}`) over "
         f"that**, in the mean of two seeds or more{single}. From seed to "
         f"seed the distance of one method to dense differs by up to {varies:.3f}: smaller differences between two "
-        "methods rank neither. The model is small and the runs are short, so they show that every method trains, not "
+        "methods mean nothing. The model is small and the runs are short, so they show that every method trains, not "
         "what it costs a model of useful size."
     )
 
@@ -203,16 +203,16 @@ def _search(runs: list[Run], best: dict[str, dict[int, Run]]) -> str:
 
 def _claims(best: dict[str, dict[int, Run]]) -> str:
     """Which orderings of the papers appear here, judged seed by seed; and whether masks can be compared at all."""
-    lines = ["What the papers report, and what is seen here, each variant at its best rate:\n"]
+    lines = ["Whether two variants end in the order that the papers report, each at its best rate:\n"]
     for better, worse, source in CLAIMS:
         found = gaps(best.get(better, {}), best.get(worse, {}))
         if found:
-            seen = "seen" if all(gap > 0 for gap in found) else "**not seen**: seeds differ"
-            seen = "**not seen**: the reverse" if all(gap < 0 for gap in found) else seen
-            seen = "a run diverged" if any(math.isnan(gap) for gap in found) else seen
+            order = "in this order" if all(gap > 0 for gap in found) else "**not in this order**: seeds differ"
+            order = "**the reverse**" if all(gap < 0 for gap in found) else order
+            order = "a run diverged" if any(math.isnan(gap) for gap in found) else order
             seeds = f"{len(found)} seed{'s' * (len(found) > 1)}"
             shown = ", ".join(f"{gap:+.3f}" for gap in found)
-            lines.append(f"- `{better}` below `{worse}` ({source}): {seen} ({seeds}, by {shown})")
+            lines.append(f"- `{better}` below `{worse}` ({source}): {order} ({seeds}, by {shown})")
     cost = gaps(best.get("dense", {}), best.get("fixed-mask", {}))
     if not all(gap > 0 for gap in cost):
         lines.append(

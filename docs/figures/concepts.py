@@ -127,7 +127,7 @@ def gemms(figure: Figure) -> None:
             axis.text(x - 0.25, top + height / 2, first, ha="right", va="center", **down)
             x = end + 4.8
             if position == 0:
-                axis.text(end + 1, 4, "x", ha="center", va="center", fontsize=15)
+                axis.text(end + 1, 4, "\u00d7", ha="center", va="center", fontsize=15)
         axis.text(x - 3.6, 4, "=", ha="center", va="center", fontsize=15)
         height, width = left[3], right[4]
         top = (8 - height) / 2

@@ -6,6 +6,10 @@ from results import RESULTS
 from style import BLUE, GREEN, MUTED, ORANGE, picture
 
 ENGINES = {"llama.cpp ": ORANGE, "OpenVINO ": GREEN, "dense": MUTED}
+LEFT = {"both": ["INT8"], "bytes": ["dense bf16"]}
+LEFT["speed, two threads"] = ["8:16 bf16", "16:32 int8", "2:4 int8", "Q4_K_M"]
+BELOW = {"both": ["16:32 bf16", "16:32 int8", "F16", "Q8_0"], "bytes": [], "speed, two threads": []}
+"""Labels that stand left of their points, and below; the others stand right of them, and above."""
 PANELS = {"bytes": "MB", "speed, two threads": "tokens per second, two threads"}
 
 
@@ -30,15 +34,12 @@ def draw(figure: Figure) -> None:
             engine = next((start for start in ENGINES if name.startswith(start)), "")
             axis.plot(*place, "o", color=ENGINES.get(engine, BLUE), markersize=7)
             short = name.removeprefix(engine) if engine != "dense" else name
-            axis.annotate(
-                short,
-                place,
-                (3, 6),
-                textcoords="offset points",
-                fontsize=11.5,
-                rotation=50,
-                color=ENGINES.get(engine, BLUE),
-            )
+            sides = LEFT["both"] + LEFT[what], BELOW["both"] + BELOW[what]
+            left, below = (short in side for side in sides)
+            options = {"ha": "right" if left else "left", "va": "top" if below else "bottom", "fontsize": 11.5}
+            offset = (-4 if left else 4, -3 if below else 3)
+            colour = ENGINES.get(engine, BLUE)
+            axis.annotate(short, place, offset, textcoords="offset points", color=colour, **options)
         axis.set(xscale="log", ylim=(-0.03, 0.78), xlabel=label, ylabel="KL to dense, nats")
         axis.margins(x=0.12)
         ticks = (80, 120, 180, 270) if what == "bytes" else (20, 40, 80, 160)

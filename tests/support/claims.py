@@ -233,7 +233,8 @@ STATED: dict[str, list[str]] = {
         "`reconstruct=None` leaves {sparsegpt:.1f} in {sparsegpt_cpu:.0f}",
         "bring {oneshot:.1f} down to {teacher_300000:.1f}, in {teacher_300000_cpu:,.0f} CPU seconds (the dense model, "
         "trained on them too: {dense_300000:.1f})",
-        "{s_ste_over:.2f} nats over dense; on a CPU a step takes up to {step_gpt2_high:.2f} times as long",
+        "{s_ste_over:.2f} nats over dense",
+        "on a CPU a step by dense math takes up to {step_gpt2_high:.2f} times as long",
         "{t_sr_ste_over:.2f} nats over dense, and a decay to tune",
         "by `s-ste` from the dense weights was {s_ste_from_dense:.0f}, and {labels_30000:.1f} by `fixed-mask`",
     ],
