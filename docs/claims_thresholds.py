@@ -276,7 +276,7 @@ def _start(results: Results) -> Finding:
         "decay 6e-5": gaps(results.short("t-sr-ste"), results.short("t-sr-ste-dense-start")),
     }
     text = "; ".join(f"{label} {shown(values)}" for label, values in found.items())
-    return f"dense at the start, over dense at the end: {text}", ordered(found["decay 6e-3"])
+    return f"dense at the start, over dense at the end: {text}", together(ordered(values) for values in found.values())
 
 
 def _convergence(results: Results) -> Finding:

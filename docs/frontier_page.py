@@ -133,14 +133,13 @@ def perplexity(rows: dict[str, Row], row: Row, corpus: str) -> str:
 
 
 def verdicts(rows: dict[str, Row]) -> str:
-    """For each sparse row and each row on a front: on it, or how many rows are better and one of them."""
+    """For each row with a KL: on each front, or how many rows are better and one of them."""
     fronts = {what: front(rows, cost) for what, cost in AXES.items()}
     lines = []
     for name in rows:
-        sparse = name[0].isdigit() and kl(rows[name]) is not None
-        if not sparse and not any(name in on for on in fronts.values()):
+        if kl(rows[name]) is None:
             continue
-        cells = [f"**{name}**" if sparse else name]
+        cells = [f"**{name}**" if name[0].isdigit() else name]
         for what, cost in AXES.items():
             beaten_by = better(rows, name, cost)
             cells.append("yes" if name in fronts[what] else f"no: {len(beaten_by)} ({beaten_by[-1]})")

@@ -74,7 +74,7 @@ def _check_class(cls: type[SparseMethod]) -> None:
 def method_class(name: Any) -> type[SparseMethod]:
     """The method registered by `name`; ValueError if there is none."""
     if not isinstance(name, str) or name not in METHODS:
-        way = "import the module that registers your own method"
+        way = "import the module that registers your own method (commands: --import MODULE)"
         raise ValueError(f"method={shown(name)}: must be one of {sorted(METHODS)}; {way}")
     return METHODS[name]
 

@@ -22,6 +22,8 @@ def read_model(checkpoint: str | os.PathLike) -> tuple[PreTrainedModel, dict[str
     """The model of a checkpoint on the meta device, and the `quantization_config` of its config.json, which it has not.
     OSError: there is no config. ValueError: it is damaged."""
     check_name(checkpoint)
+    if os.path.isdir(checkpoint) and not os.path.exists(os.path.join(checkpoint, "config.json")):
+        raise OSError(f"{checkpoint} has no config.json: it is not the directory of a model")
     try:
         values, _ = PretrainedConfig.get_config_dict(checkpoint)
         for name, kind in _TYPES.items():
@@ -56,7 +58,8 @@ def local_files(checkpoint: str, patterns: Sequence[str] = WEIGHTS) -> Path:
         return Path(snapshot_download(checkpoint, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # of the Hub: no such name, no network
         reason = str(error).strip().splitlines()[0]
-        raise OSError(f"{checkpoint!r} is no directory here, and the Hub does not give it: {reason}") from error
+        way = f"the Hub does not give it ({reason}): give the path of a directory"
+        raise OSError(f"{checkpoint!r} is no directory here, and {way}") from error
 
 
 def check_destination(directory: str) -> None:

@@ -40,6 +40,7 @@ from .prune_plan import Plan
 
 logger = get_logger(__name__)
 
+CONTROL = "dense model, not trained on this text"
 HIDDEN, IGNORED = 0.15, -100  # share of the tokens that a masked model has to predict, and the label of the others
 
 
@@ -76,6 +77,8 @@ def _run(plan: Plan, dense: Any) -> int:
         shutil.rmtree(plan.work)
     rows = [[name, *(f"{value:.4f}" for value in found.values())] for name, found in metrics.items()]
     print(f"\n{text_table([['model', *metrics['dense']], *rows])}\n")
+    if plan.steps:
+        print("The dense model was not trained on this text: the difference is not what sparsity costs.\n")
     print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {plan.cls.__name__}")
     print(f"model = {plan.cls.__name__}.from_pretrained({options.output!r})")
     return status
@@ -207,7 +210,7 @@ class _Stop(TrainerCallback):
 def _write_card(plan: Plan, model: Any, metrics: dict[str, dict[str, float]]) -> None:
     options, folder = plan.options, Path(plan.options.output)
     *_, results = metrics.values()
-    details: dict[str, Any] = {"dense_control": metrics["dense"], "control_name": "dense model, before pruning"}
+    details: dict[str, Any] = {"dense_control": metrics["dense"], "control_name": CONTROL}
     details |= {"results": results, "hyperparameters": plan.tokens | {"seed": options.seed}}
     if plan.steps:
         details["results"] = results | {"loss before training": metrics["pruned"]["loss"]}

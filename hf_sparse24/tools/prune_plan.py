@@ -46,6 +46,7 @@ class Plan:
         calibration, training, held_out: blocks of it, `[blocks, tokens]`.
         own, steps: blocks that the dense model writes, and steps of training.
         tokens: numbers of tokens as text, by what they are for.
+        skipped: groups of layers that stay dense, and why.
         work: the folder of what is finished.
     """
 
@@ -54,6 +55,8 @@ class Plan:
         check_values(options.values, options.format)
         self.options, name, output = options, options.model, Path(options.output)
         self.work = output.absolute().with_name(f"{output.absolute().name}-work")
+        if (output / MANIFEST).exists() and not (self.work.exists() or options.overwrite):
+            raise ValueError(f"{output} holds a finished export: name another output, or give --overwrite")
         source = local_files(name, ["config.json", MANIFEST])
         empty, own = read_model(source)
         if own or (source / MANIFEST).exists():
@@ -72,7 +75,8 @@ class Plan:
         self.tokenizer = _tokenizer(name, self.kind)
         self.config = Sparse24Config(method=ONESHOT_METHOD, pattern=options.pattern, target_modules="all-linear")
         budget = options.budget
-        patch_model(empty, self.config if budget is None else lowest(self.config, "sparsegpt", budget))
+        patched = patch_model(empty, self.config if budget is None else lowest(self.config, "sparsegpt", budget))
+        self.skipped = [f"{row.group}: {row.skipped}" for row in patched.rows if row.skipped]
         for layer, weight in sparse_weights(empty).items():
             if weight.is_stack:
                 raise ValueError(f"{layer} is a stack of experts: prune the other layers in Python, by oneshot")
@@ -128,14 +132,13 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{self.cls.__name__} with {shown_count(self.parameters)} parameters, on {self.device}"]
+        lines += [f"stays dense: {layer}" for layer in self.skipped]
         lines += [f"{name}: {number}" for name, number in self.tokens.items()]
         memory, disk = (self.parameters * size / 1e9 for size in ((18, 28) if self.steps else (6, 8)))
         lines.append(f"memory: {memory:.1f} GB, and activations; disk: {disk:.1f} GB, besides the export")
         lines.append(f"{self.work} keeps what is finished: after Ctrl-C the same command goes on")
         if self.is_slow:
             lines.append("this is a large model for a CPU: pruning takes hours, and training (--tokens) days")
-        if (Path(self.options.output) / MANIFEST).exists():
-            lines.append(f"{self.options.output} holds an export, which the new one will replace")
         return "\n".join(lines)
 
 
@@ -158,6 +161,8 @@ def read_documents(paths: Sequence[str]) -> list[str]:
     or it cannot be read as such."""
     documents: list[str] = []
     for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"--text {path}: there is no such file or directory")
         inside = (file for kind in ("*.txt", "*.jsonl") for file in path.rglob(kind) if file.is_file())
         for file in sorted(inside) if path.is_dir() else [path]:
             documents += filter(str.strip, _texts(file))

@@ -38,7 +38,7 @@ def write_report(
     `output` is replaced where it exists; None stands for `report.html` in `directory`.
     """
     if not charts.is_available():
-        raise ImportError("the report needs Matplotlib: pip install 'hf_sparse24[report]'")
+        raise ImportError("the report needs Matplotlib: pip install matplotlib")
     run, control = read_run(directory), None if dense is None else read_run(dense)
     if control is not None and control.has_phases:
         raise ValueError(f"{dense} is a run with sparse weights; --dense takes the control run, of a dense model")

@@ -107,7 +107,7 @@ def plain_copy(model, path):
 def test_quickstart_interrupted(tmp_path):
     command = [sys.executable, str(RECIPES / "quickstart.py"), *TINY, "--max_steps=100000", "--output_dir=out"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "runs/stdlib_text/manifest.json").exists():
+    while not (tmp_path / "out").exists():  # datasets 4.0 makes an error of its own of an interrupt while it loads
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     try:
@@ -118,7 +118,7 @@ def test_quickstart_interrupted(tmp_path):
                 break
     finally:
         process.kill()  # nothing where it has ended
-    assert process.returncode == 130
+    assert process.returncode == 130, errors[-2000:]
     assert "interrupted" in errors and ("Traceback" not in errors or "Exception ignored in" in errors)
 
 
@@ -152,7 +152,7 @@ def test_methods_page(tmp_path, capsys, monkeypatch):
     (row,) = (line for line in page.splitlines() if line.startswith("| `ste` |") and "straight-through" in line)
     assert f"| {rate:g} |" in row and "from 3 runs" in page
     assert (tmp_path / "results" / "methods.png").stat().st_size > 0
-    assert "- `sr-ste` below `ste` (SR-STE, section 3): **not seen**: the reverse (1 seed, by -1.000)" in page
+    assert "- `sr-ste` below `ste` (SR-STE, section 3): **the reverse** (1 seed, by -1.000)" in page
 
 
 def test_mask_diversity():

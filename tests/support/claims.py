@@ -97,6 +97,7 @@ def _decoding(results: Path) -> dict[str, float]:
         if model == "small":
             for short, row in WAYS.items():
                 found[f"{short}_x"] = float(frontier_page.perplexity(rows, rows[row], "validation"))
+                found[f"{short}_mb"] = rows[row]["bytes"] / 1e6
                 found[f"{short}_kl"] = frontier_page.kl(rows[row]) or 0.0
     return found
 
@@ -193,12 +194,12 @@ STATED: dict[str, list[str]] = {
         "ends {s_ste_over:.2f} nats over dense",
         "Llama of 8 layers {llama_avx512_bf16:.2f} times as fast as dense, GPT-2 124M {gpt2_avx512_bf16:.2f}",
         "with AVX2 {llama_avx2:.2f} and {gpt2_avx2:.2f}",
-        "| dense, PyTorch bf16 | 16 | 1.00 | {small_dense:.0f} | {large_dense:.1f} |",
-        "| 2:4 packed, bf16 | 9 | {oneshot_x:.2f} | {small_packed:.0f} | {large_packed:.1f} |",
-        "| 16:32 packed, int8 values | 5.1 | {int8_x:.2f} | {small_int8:.0f} | {large_int8:.1f} |",
-        "| llama.cpp Q8_0 | 8.5 | {Q8_0_x:.2f} | {small_Q8_0:.0f} | {large_Q8_0:.1f} |",
-        "| llama.cpp Q4_K_M | 4.8 | {Q4_K_M_x:.2f} | {small_Q4_K_M:.0f} | {large_Q4_K_M:.1f} |",
-        "takes {oneshot_cpu_x:.0f} times the CPU time",
+        "| dense, PyTorch bf16 | {dense_mb:.0f} | 1.00 | {small_dense:.0f} | {large_dense:.1f} |",
+        "| 2:4 packed, bf16 | {packed_mb:.0f} | {oneshot_x:.2f} | {small_packed:.0f} | {large_packed:.1f} |",
+        "| 16:32 packed, int8 values | {int8_mb:.0f} | {int8_x:.2f} | {small_int8:.0f} | {large_int8:.1f} |",
+        "| llama.cpp Q8_0 | {Q8_0_mb:.0f} | {Q8_0_x:.2f} | {small_Q8_0:.0f} | {large_Q8_0:.1f} |",
+        "| llama.cpp Q4_K_M | {Q4_K_M_mb:.0f} | {Q4_K_M_x:.2f} | {small_Q4_K_M:.0f} | {large_Q4_K_M:.1f} |",
+        "takes {oneshot_cpu_x:.0f} times its CPU time",
         "is {moving_low:.2f} to {moving_high:.2f} times that of `fixed-mask`",
     ],
     "docs/index.md": [FASTER],

@@ -115,7 +115,7 @@ def test_a_model_is_pruned_trained_and_exported(format, values, pattern, models,
     before, after = (AutoTokenizer.from_pretrained(each) for each in (models / "llama", out))
     assert after.eos_token == "<eos>" and before.backend_tokenizer.to_str() == after.backend_tokenizer.to_str()
     card = (out / "README.md").read_text()
-    assert "mine" in card and "dense model, before pruning" in card and str(tmp_path) not in card
+    assert "mine" in card and "dense model, not trained on this text" in card and str(tmp_path) not in card
     ours, theirs, _ = (float(cell) for cell in card.partition("| loss | ")[2].splitlines()[0].strip("| ").split(" | "))
     assert (ours, theirs) == pytest.approx((losses["trained"], losses["dense"]), abs=1e-3)
     assert "| loss before training | " in card and "| own tokens | 160 " in card
@@ -166,12 +166,13 @@ def read(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "README.md"}
 
 
-def test_a_finished_export_is_replaced_by_the_same(models, text, tmp_path, capsys):
+def test_a_finished_export_is_replaced_on_request_by_the_same(models, text, tmp_path, capsys):
     assert main(arguments(models / "llama", text, tmp_path / "out")) == 0
     first, card = read(tmp_path / "out"), (tmp_path / "out" / "README.md").read_text()
     capsys.readouterr()
-    assert main(arguments(models / "llama", text, tmp_path / "out")) == 0
-    assert "holds an export" in capsys.readouterr().out
+    assert main(arguments(models / "llama", text, tmp_path / "out")) == 2
+    assert "holds a finished export: name another output, or give --overwrite" in capsys.readouterr().err
+    assert main([*arguments(models / "llama", text, tmp_path / "out"), "--overwrite"]) == 0
     assert read(tmp_path / "out") == first and (tmp_path / "out" / "README.md").read_text() == card
 
 
@@ -278,7 +279,7 @@ def write(path: Path, content: str | bytes) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("nothing", None, "No such file"),
+        ("nothing", None, "there is no such file or directory"),
         ("binary.txt", b"\x80\x81\xff" * 500, "UTF-8"),
         ("zeros.bin", b"\0" * 500, "zero bytes"),
         ("empty.txt", " \n", "no text is there"),

@@ -90,7 +90,7 @@ def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
     try:
         from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
     except ImportError as error:
-        raise ImportError("the min-cost-flow solver needs OR-tools: pip install 'hf_sparse24[solvers]'") from error
+        raise ImportError("the min-cost-flow solver needs OR-tools: pip install ortools") from error
     if tiles.is_meta:
         return tiles > 0
     count, m, _ = tiles.shape
