@@ -12,9 +12,9 @@ demo: .venv/.recipes-installed
 test: lint-check
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# What takes long, one after the other: most of these start several processes themselves.
+# What takes long: engines are installed, real models run, processes are killed. None of these tests compares times.
 test-slow: .venv/.test-installed
-	$(BIN)/python -m pytest -q -m "not gpu and slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and slow"
 
 # Which lines the CPU tests run, by module, and build/coverage/html/index.html; CONTRIBUTING.md says what it cannot see.
 coverage: .venv/.test-installed
