@@ -63,10 +63,10 @@ def _groups() -> dict[str, dict[str, Run]]:
         seeds = (0, 1) if ratio == "2:4" else (0,)
         both = (0, 1) if ratio in ("2:4", "1:16") else (0,)
         name, pattern = ratio.replace(":", "-"), {"pattern": ratio}
-        step[f"step-{name}"] = Run("step", pattern, "step", seeds=both)
+        step[f"step-{name}"] = Run("step", pattern, "step", seeds=(0, 1))
         step[f"sr-ste-{name}"] = Run("sr-ste", pattern, "step", seeds=seeds)
         step[f"ste-{name}"] = Run("ste", pattern, "step", seeds=seeds)
-        step[f"asp-{name}"] = Run("fixed-mask", pattern | {"dense_start": 0.5}, "step", seeds=seeds)
+        step[f"asp-{name}"] = Run("fixed-mask", pattern | {"dense_start": 0.5}, "step", seeds=(0, 1))
         step[f"ste-late-{name}"] = Run("ste", pattern | {"dense_start": 0.5}, "step", seeds=both)
     for share in (0.1, 0.25, 0.75):
         step[f"step-at-{share}"] = Run("step", {"switch_after": share, "switch_by": share})
@@ -98,14 +98,14 @@ def _groups() -> dict[str, dict[str, Run]]:
     s_ste["s-ste-l1"] = Run("s-ste", {"scale_rule": "l1"})
     for scale in (0.5, 2.0, 3.0):
         s_ste[f"s-ste-scale-{scale:g}"] = Run("s-ste-fixed-scale", {"scale": scale}, "s-ste")
-    s_ste["s-ste-moving"] = Run("s-ste-moving-scale", {}, "s-ste")
+    s_ste["s-ste-moving"] = Run("s-ste-moving-scale", {}, "s-ste", seeds=(0, 1))
     s_ste["s-ste-no-mvue"] = Run("s-ste", {"weight_grad": "dense"}, seeds=(0, 1))
     s_ste["s-ste-fp8"] = Run("s-ste", {"fp8": True}, seeds=(0, 1))
     for estimate in ("mvue", "mvue-approx", "mvue-1:2"):
         mvue[estimate.replace(":", "-")] = Run("dense-weight", {"weight_grad": estimate}, "dense", seeds=(0, 1))
     mvue["greedy"] = Run("dense-weight", {"estimators": "greedy-gradients"}, "dense", seeds=(0, 1))
     both = {"weight_grad": "mvue", "input_grad": "mvue"}
-    mvue["mvue-both"] = Run("dense-weight", both, "dense")
+    mvue["mvue-both"] = Run("dense-weight", both, "dense", seeds=(0, 1))
     mvue["activations-mse"] = Run("dense-weight", {"activations": "2:4"}, "dense", seeds=(0, 1))
     mvue["activations-mvue"] = Run("dense-weight", {"estimators": "mvue-activations"}, "dense")
     mvue["mvue-fp8"] = Run("dense-weight", {"weight_grad": "mvue", "fp8": True}, "dense")
