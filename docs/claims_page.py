@@ -224,10 +224,12 @@ INTRO = """# What the papers claim, and what was seen
 
 
 READINGS = {
-    "S-STE": """At this size hard thresholds do no harm: none of their steps ascends, and they are predicted as well as
-dense training (S1, S2). S-STE is continuous, its masks flip less (S3, S4), and it ends where the baselines end (S12).
-At 0.6M tokens smaller scales than that of least squares are better (S6, S7), at the one learning rate that was searched
-for with it. The paper's models have 124M to 774M parameters and train for 300,000 steps.""",
+    "S-STE": """Three figures in a row are two runs of 0.46M parameters and one of 1.6M. Hard thresholds do no harm
+there: none of their steps ascends (S1). Descent is predicted as well as in dense training at 0.46M; in the larger model
+it is predicted worse, and worst with `s-ste` (S2). S-STE is continuous (S4), and ends where the baselines end (S12). At
+0.6M tokens smaller scales than that of least squares are better (S6, S7), at the one learning rate that was searched
+for with it; at 4.1M tokens no scale at all is as good. The paper's models have 124M to 774M parameters and train for
+300,000 steps: if oscillation needs a size, it lies between.""",
     "T-SR-STE": """The decay decides more than anything else here (T2 to T6). The default, that of GPT-2 124M, is too
 small for this model. The paper's rule finds 6e-3, and with it the loss at 0.6M tokens is no higher than that of dense
 training; at 4.1M tokens it halves the distance to dense (T8). Decays above the rule's range do no harm here (T4), and
@@ -240,7 +242,7 @@ networks are convolutional, but for BERT, and larger.""",
     "MVUE": """Pruned gradients cost next to nothing at this size, by MVUE of any kind (M4, M5). The two largest of four
 cost more, but no run fails (M2).""",
     "STEP": """How long the masks train decides here: ways that are dense for the first half lose more the sparser the
-ratio, whether Adam's variance is frozen or not (P4, P6 to P8), and masks from the first step on hardly lose. At 1:16
+ratio, whether Adam's variance is frozen or not (P4, P6 to P9), and masks from the first step on hardly lose. At 1:16
 the variance is not that of dense training, as the paper says (P3), and does no harm. AutoSwitch's statistic is nearly
 constant after warm-up, so its threshold decides whether it fires at once or never (P10, P11). The paper trains to
 convergence or fine-tunes, and its variance remembers 1,000 steps where ours remembers 20.""",
