@@ -108,7 +108,7 @@ def _groups() -> dict[str, dict[str, Run]]:
     mvue["mvue-both"] = Run("dense-weight", both, "dense", seeds=(0, 1))
     mvue["activations-mse"] = Run("dense-weight", {"activations": "2:4"}, "dense", seeds=(0, 1))
     mvue["activations-mvue"] = Run("dense-weight", {"estimators": "mvue-activations"}, "dense")
-    mvue["mvue-fp8"] = Run("dense-weight", {"weight_grad": "mvue", "fp8": True}, "dense")
+    mvue["mvue-fp8"] = Run("dense-weight", {"weight_grad": "mvue", "fp8": True}, "dense", seeds=(0, 1))
     for half in HALVES:
         name, pattern = half.replace(":", "-"), {"pattern": half}
         masks[f"transposable-{name}"] = Run("t-sr-ste", pattern | KEPT_LONG, "step", seeds=(0, 1))

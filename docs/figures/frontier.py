@@ -7,7 +7,7 @@ from style import BLUE, GREEN, MUTED, ORANGE, picture
 
 ENGINES = {"llama.cpp ": ORANGE, "OpenVINO ": GREEN, "dense": MUTED}
 LEFT = {"both": ["INT8"], "bytes": ["dense bf16"]}
-LEFT["speed, two threads"] = ["8:16 bf16", "16:32 int8", "2:4 int8", "Q4_K_M"]
+LEFT["speed, two threads"] = ["6:8 bf16", "8:16 bf16", "16:32 int8", "2:4 int8", "Q4_K_M"]
 BELOW = {"both": ["16:32 bf16", "16:32 int8", "F16", "Q8_0"], "bytes": [], "speed, two threads": []}
 """Labels that stand left of their points, and below; the others stand right of them, and above."""
 PANELS = {"bytes": "MB", "speed, two threads": "tokens per second, two threads"}
