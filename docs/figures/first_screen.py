@@ -9,19 +9,26 @@ from matplotlib.figure import Figure
 from results import RESULTS
 from style import BLUE, GREEN, MUTED, ORANGE, picture
 
-STEPS = {("Llama", "t-sr-ste"): "Llama, t-sr-ste", ("Llama", "s-ste"): "Llama, s-ste"}
-STEPS |= {("GPT-2", "t-sr-ste"): "GPT-2, t-sr-ste"}
-PATHS = {"avx512_bf16": (BLUE, "AVX-512"), "avx2": (GREEN, "AVX2")}
+STEPS = [("Llama", "t-sr-ste"), ("Llama", "s-ste"), ("GPT-2", "t-sr-ste")]
+PATHS = {"avx512_bf16": ("AVX-512", BLUE, -0.14), "avx2": ("AVX2", GREEN, 0.14)}
+"""Label, colour, and place next to the middle of a row."""
 DECODING = ("2:4 bf16", "16:32 bf16", "16:32 int8", "llama.cpp F16", "llama.cpp Q8_0", "llama.cpp Q4_K_M")
-MODELS = {frontier.LARGE: ("o", "1B shapes"), frontier.MODEL: ("D", "SmolLM2-135M")}
+MODELS = {frontier.LARGE: ("1B shapes", "o", -0.12), frontier.MODEL: ("SmolLM2-135M", "D", 0.12)}
+"""Label, marker, and place next to the middle of a row."""
 ONE_SHOT = {"oneshot 16:32": "oneshot, 16:32", "oneshot": "oneshot, 2:4", "ours, sparsegpt alone": "SparseGPT, 2:4"}
 ONE_SHOT |= {"llm-compressor, sparsegpt": "llm-compressor, 2:4", "modelopt, sparsegpt": "ModelOpt, 2:4"}
 ROUNDED = "llama.cpp Q4_K_M"
 
 
-def _dots(axis: Axes, row: int, value: float, least: float, most: float, colour: str, marker: str) -> None:
+def _dots(axis: Axes, row: float, value: float, least: float, most: float, colour: str, marker: str) -> None:
     axis.plot([least, most], [row, row], color=colour, linewidth=1.6)
     axis.plot(value, row, marker, color=colour, markersize=7)
+
+
+def _legend(axis: Axes, looks: list[tuple[str, str, str]]) -> None:
+    """Of labels, markers and colours."""
+    handles = [axis.plot([], [], marker, color=colour, label=label)[0] for label, marker, colour in looks]
+    axis.legend(handles=handles, loc="upper right")
 
 
 def _rows(axis: Axes, labels: list[str]) -> None:
@@ -40,25 +47,23 @@ def _rows(axis: Axes, labels: list[str]) -> None:
 def draw_speed(figure: Figure) -> None:
     training, decoding = figure.subplots(2, 1, height_ratios=[2.6, 4])
     for row in json.loads((RESULTS / "cpu_training.json").read_text())["rows"]:
-        name = next((name for name in STEPS if name[0] in row["case"] and name[1] == row["way"]), None)
-        if name and row["part"] == "steps" and row["threads"] == 1:
-            at = list(STEPS).index(name) + (-0.14 if row["path"] == "avx512_bf16" else 0.14)
-            _dots(training, at, row["speedup"], row["least"], row["most"], PATHS[row["path"]][0], "o")
-    _rows(training, list(STEPS.values()))
+        _, colour, aside = PATHS[row["path"]]
+        for at, (model, method) in enumerate(STEPS):
+            if (row["part"], row["threads"], row["way"]) == ("steps", 1, method) and model in row["case"]:
+                _dots(training, at + aside, row["speedup"], row["least"], row["most"], colour, "o")
+    _rows(training, [", ".join(step) for step in STEPS])
     training.set(title="Training step, fp32, one thread", xlim=(0.9, 1.8))
-    handles = [training.plot([], [], "o", color=colour, label=label)[0] for colour, label in PATHS.values()]
-    training.legend(handles=handles, loc="upper right")
-    for marker, (model, (shape, _)) in enumerate(MODELS.items()):
+    _legend(training, [(label, "o", colour) for label, colour, _ in PATHS.values()])
+    for model, (_, marker, aside) in MODELS.items():
         rows = frontier.read(RESULTS / "frontier", model)
         dense = rows["dense bf16"]["speed"]["2"]["tokens per s"][1]
         for at, name in enumerate(DECODING):
             least, value, most = (each / dense for each in rows[name]["speed"]["2"]["tokens per s"])
             colour = ORANGE if name.startswith("llama.cpp") else BLUE
-            _dots(decoding, at - 0.12 + 0.24 * marker, value, least, most, colour, shape)
+            _dots(decoding, at + aside, value, least, most, colour, marker)
     _rows(decoding, list(DECODING))
     decoding.set(title="Decoding, two threads", xlabel="times as fast as dense PyTorch")
-    handles = [decoding.plot([], [], shape, color=MUTED, label=label)[0] for shape, label in MODELS.values()]
-    decoding.legend(handles=handles, loc="upper right")
+    _legend(decoding, [(label, marker, MUTED) for label, marker, _ in MODELS.values()])
 
 
 @picture(

@@ -1,5 +1,6 @@
 """The library works without the packages of its extras; what needs one names the command that installs it."""
 
+import re
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -76,3 +77,10 @@ def test_a_process_without_the_packages_of_the_extras(tmp_path):
     code = WITHOUT.format(here=str(SUPPORT), absent=absent)
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+def test_every_extra_that_a_message_names_exists():
+    files = [path for folder in ("hf_sparse24", "kernels", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    named = r"\brequire\(\"\w+\", \"([\w-]+)\"\)|'(?:hf_sparse24|\.)\[([\w-]+)\]'"
+    extras = {extra for path in files for found in re.findall(named, path.read_text()) for extra in found} - {""}
+    assert "recipes" in extras and extras <= EXTRAS.keys()

@@ -172,7 +172,8 @@ def test_claims(page):
         *seeds("step", [3.5, 3.15, 3.9]),
     ]
     text = page(runs)
-    assert "`s-ste` (every paper: 2:4 costs something): in this order (2 seeds, by +0.100, +0.200)" in text
+    dense = "- `dense` below `s-ste` (every paper: 2:4 costs something): in this order (2 seeds, by +0.100, +0.200)"
+    assert dense in text
     assert "(SR-STE, section 3): **not in this order**: seeds differ (3 seeds, by -0.100, +0.050, -0.100)" in text
     assert "(STEP, with Adam): **the reverse** (3 seeds, by -0.100, -0.100, -0.600)" in text
     assert "below `fixed-mask`" not in text and "t-sr-ste-no-tail" not in text

@@ -50,9 +50,6 @@ def _one_shot(runs: list[smollm2.Run]) -> dict[str, float]:
         (run,) = (run for run in smollm2.at(runs, 0) if run["variant"] == variant)
         found |= {f"{name}{end}": smollm2.perplexity(run, corpus) for end, corpus in CORPORA.items()}
         found |= {f"{name}_cpu": run["cost"].get("cpu_s", 0.0)}
-    others = [run for run in runs if run["variant"] in ONE_SHOT.values() or " from dense" in run["variant"]]
-    others = [run for run in others if run["variant"] not in ("dense", "oneshot")]
-    found["others"] = min(smollm2.perplexity(run, "validation") for run in others)
     (wide,) = (run for run in smollm2.at(runs, 0) if run["variant"] == "oneshot 16:32")
     found["oneshot_16_32"] = smollm2.perplexity(wide, "validation")
     for name in ("oneshot", "oneshot_16_32", "sparsegpt", "llm_compressor", "modelopt"):
