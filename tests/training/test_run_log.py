@@ -153,6 +153,12 @@ def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
     assert [start["step"] for start in found.starts] == [2] and list(found.history) == [1, 2, 3, 4]
 
 
+def test_a_start_is_not_later_than_the_files_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log.time, "time", lambda: 1000.06)
+    train(tmp_path)
+    assert read_run(tmp_path).starts[0]["time"] == 1000.0
+
+
 def test_a_fresh_run_replaces_the_file(tmp_path):
     train(tmp_path)
     train(tmp_path, max_steps=2)
