@@ -109,7 +109,8 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
     """Make what is not skipped sparse: all of it, or nothing."""
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
-        reasons = sorted({f"{c.name.rpartition('.')[2]}: {c.skipped}" for c in candidates}) or ["no linear layers"]
+        named = [c for c in candidates if not str(c.skipped).startswith("not in target_modules")] or candidates
+        reasons = sorted({f"{c.name.rpartition('.')[2]}: {c.skipped}" for c in named}) or ["no linear layers"]
         left = f"target_modules={run.config.target_modules!r} leaves no layer to make sparse ({'; '.join(reasons[:8])})"
         way = "A list of whole names, as model.named_modules() has them, reaches every layer that can be pruned"
         raise ValueError(f"nothing to patch: {left}. {way}")
