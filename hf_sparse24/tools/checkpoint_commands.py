@@ -73,11 +73,14 @@ def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None
         write(directory=directory, max_shard_size=options.max_shard_size)
     except RuntimeError as error:  # another process is exporting there
         raise OSError(str(error)) from error
-    for path in (path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)):
-        if not any(path.match(pattern) for pattern in _OF_A_MODEL):
-            copy = Path(directory) / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copy2(path, copy)
+    others = [path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)]
+    others = [path for path in others if not any(path.match(pattern) for pattern in _OF_A_MODEL)]
+    for path in others:
+        copy = Path(directory) / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(path, copy)
+    if not others:
+        print(f"{source} has no tokenizer: tokenizer.save_pretrained({str(directory)!r}) adds one")
     return inspect(argparse.Namespace(checkpoint=directory))
 
 

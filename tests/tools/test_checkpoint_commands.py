@@ -43,6 +43,12 @@ def test_a_checkpoint_is_exported_inspected_and_verified(format, trained, tmp_pa
     assert "50.0%" in printed and ", and 1 file as exported" in printed and "verified: all" in printed
 
 
+def test_an_export_without_a_tokenizer_says_so(tmp_path, capsys):
+    patched().save_pretrained(tmp_path / "trained")
+    assert main(["export", str(tmp_path / "trained"), str(tmp_path / "out")]) == 0
+    assert f"has no tokenizer: tokenizer.save_pretrained('{tmp_path / 'out'}')" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("pattern", "size", "zeros"), [("2:4", "4.61", 50), ("6:8", "6.66", 25), ("1:4", "2.56", 75)])
 def test_sizes(pattern, size, zeros, tmp_path, capsys):
     export_model(patched("llama", pattern=pattern).bfloat16(), tmp_path, "packed")
