@@ -1,4 +1,4 @@
-"""SmolLM2-135M made 2:4 in every way, for several numbers of training tokens: a JSON per run in `results/pretrained/`.
+"""SmolLM2-135M made sparse in every way, for several numbers of training tokens: a JSON a run in `results/pretrained/`.
 
     make evidence                                            # the material, all runs that are missing, then the page
     python recipes/pretrained/measure.py --only dense fixed-mask --tokens 30000
@@ -45,7 +45,7 @@ DOCUMENTS = 16
 """Of each corpus, all of the same length."""
 
 PATTERNS = ("2:4", "16:32", "8:16", "6:8")
-"""What `oneshot` prunes to; training starts from the first."""
+"""What `oneshot` prunes to."""
 
 TOKENS = (30_000, 100_000, 300_000)
 RATES = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
@@ -62,7 +62,7 @@ Each is a batch, so that blocks train in many steps.
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to a model that is 2:4 in every linear layer.
+    """A way to a model that is sparse in every linear layer.
 
     Attributes:
         method: as in `Sparse24Config`; None trains a dense model, the control.
@@ -71,6 +71,7 @@ class Variant:
         distillation: how much they count; None for what the method is published with, else the default.
         lora: whether an adapter is trained, and merged under the mask.
         settings: of the method.
+        pattern: N:M of the weights.
     """
 
     method: str | None
@@ -79,18 +80,20 @@ class Variant:
     distillation: DistillationConfig | None = None
     lora: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    pattern: str = PATTERNS[0]
 
 
 NO_TAIL = {"dense_tail": 0}  # a tail would leave the model dense
 # Results of `cast` stay in `results/pretrained`: the code of commit 49d34cb made them.
+LIGHT = DistillationConfig(weight=1 / 3, temperature=1.0)
 VARIANTS = {
     "dense": Variant(None, pruned=False),
     "fixed-mask": Variant("fixed-mask"),
     "fixed-mask, teacher": Variant("fixed-mask", teacher=True),
     # With the weights of CAST's paper: labels count more, which alone helps on text of the kinds that training has.
-    "fixed-mask, teacher at 1/3": Variant(
-        "fixed-mask", teacher=True, distillation=DistillationConfig(weight=1 / 3, temperature=1.0)
-    ),
+    "fixed-mask, teacher at 1/3": Variant("fixed-mask", teacher=True, distillation=LIGHT),
+    "fixed-mask 16:32": Variant("fixed-mask", pattern="16:32"),
+    "fixed-mask 16:32, teacher at 1/3": Variant("fixed-mask", teacher=True, distillation=LIGHT, pattern="16:32"),
     "lora": Variant("fixed-mask", lora=True),
     "lora, teacher": Variant("fixed-mask", teacher=True, lora=True),
     "sr-ste, teacher": Variant("sr-ste", teacher=True),
@@ -110,6 +113,7 @@ VARIANTS = {
 RATE_OF = {
     "fixed-mask": "fixed-mask, teacher",
     "fixed-mask, teacher at 1/3": "fixed-mask, teacher",
+    "fixed-mask 16:32, teacher at 1/3": "fixed-mask 16:32",
     "lora": "lora, teacher",
     "slope, teacher": "fixed-mask, teacher",
     "sr-ste, teacher": "fixed-mask, teacher",
@@ -212,7 +216,7 @@ def train(material: Material, variant: Variant, tokens: int, rate: float, seed: 
     steps = tokens // (BLOCK * BATCH)
     blocks = material.blocks("train", BLOCK, steps * BATCH)
     order = torch.randperm(len(blocks)).tolist()
-    model = material.load(material.pruned() if variant.pruned else material.source)
+    model = material.load(material.pruned(pattern=variant.pattern) if variant.pruned else material.source)
     arguments = TrainingArguments(
         output,
         max_steps=steps,
@@ -233,7 +237,9 @@ def train(material: Material, variant: Variant, tokens: int, rate: float, seed: 
     if variant.method is None:
         trainer = Trainer(model, **shared)
     else:
-        config = Sparse24Config(method=variant.method, target_modules="all-linear", **variant.settings)
+        config = Sparse24Config(
+            method=variant.method, pattern=variant.pattern, target_modules="all-linear", **variant.settings
+        )
         patch_model(model, config)
         if variant.lora:
             from peft import LoraConfig, get_peft_model
@@ -249,7 +255,7 @@ def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> d
     """What the JSON of a run holds."""
     variant = VARIANTS[name]
     if variant.pruned:
-        material.pruned()  # which is no cost of this run
+        material.pruned(pattern=variant.pattern)  # which is no cost of this run
     with tempfile.TemporaryDirectory() as output:
         start = Cost()
         trainer = train(material, variant, tokens, rate, seed, output)
