@@ -22,6 +22,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -163,7 +164,12 @@ def _in_child(subject: Subject, operators: list[str]) -> tuple[list[str], str]:
             return [], ""
         finally:
             os.close(write)
-        lines = [json.loads(line) for line in pipe]
+        try:
+            lines = [json.loads(line) for line in pipe]
+        except BaseException:  # Ctrl-C: the child has the lock too, and others would wait for its end
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            raise
     try:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except ChildProcessError:  # a process that ignores SIGCHLD is not told

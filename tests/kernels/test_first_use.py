@@ -90,14 +90,23 @@ def test_verdicts_are_kept_for_what_they_depend_on(cache, monkeypatch):
 
 
 def test_ctrl_c_says_nothing_of_a_kernel(cache, monkeypatch):
-    monkeypatch.setattr(bad_kernels, "bad", lambda *arguments: time.sleep(0.3) or reference.masks.nm_mask(*arguments))
+    seconds = [0.3]
+
+    def slow(*arguments):
+        time.sleep(seconds[0])
+        return reference.masks.nm_mask(*arguments)
+
+    monkeypatch.setattr(bad_kernels, "bad", slow)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [bad_kernels.implementation()])
     threading.Timer(0.2, lambda: os.kill(os.getpid(), 2)).start()
     with pytest.raises(KeyboardInterrupt):
         choose_kernels(CPU, operator="nm_mask")
         time.sleep(5)
     forget()
+    seconds[0] = 0
+    start = time.monotonic()
     assert choose_kernels(CPU, operator="nm_mask").implementation == "bad"
+    assert time.monotonic() - start < 5, "it waited for the child that was interrupted"
 
 
 @pytest.mark.parametrize("bad", [bad_kernels.lies], indirect=True)

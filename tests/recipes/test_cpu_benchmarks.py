@@ -172,6 +172,7 @@ def test_generation(tmp_path, monkeypatch):
 
 def test_a_process_that_cannot_start_leaves_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(builds.FORMATS, "packed", {"format": "zip"})
+    monkeypatch.delitem(builds.FORMATS, "packed int8")
     rows, page = run(tmp_path, "generation", "--only", "fp32, 1 sequence, 1 thread")
     (row,) = rows.values()
     assert "format='zip'" in row["times"]["packed"]["error"] and "us" in row["times"]["dense"]
