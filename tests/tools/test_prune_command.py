@@ -182,11 +182,11 @@ STAGES = {"own text": "own-000000.safetensors", "pruning": "blocks/block-0000.*"
 @pytest.fixture(scope="module")
 def undisturbed(models, text, tmp_path_factory) -> tuple[Path, list[str]]:
     """An export of a run of some seconds, and its command without an output."""
-    model = zoo.build("llama", **SMALL, num_hidden_layers=4)
+    model = zoo.build("llama", **SMALL, num_hidden_layers=2)
     directory = tmp_path_factory.mktemp("undisturbed")
     model.save_pretrained(directory / "model")
     AutoTokenizer.from_pretrained(models / "llama").save_pretrained(directory / "model")
-    command = arguments(directory / "model", text, directory / "out", own_tokens=33 * 32, calibration_tokens=64)
+    command = arguments(directory / "model", text, directory / "out", own_tokens=17 * 32, calibration_tokens=64)
     assert main(command) == 0
     return directory / "out", command
 
