@@ -96,6 +96,7 @@ def uninterrupted(flags, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_fsdp2(uninterrupted):
     assert sparse_weights(AutoModelForCausalLM.from_pretrained(uninterrupted / "final"))
     assert main(["verify", str(uninterrupted / "export")]) == 0

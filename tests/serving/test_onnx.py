@@ -42,7 +42,7 @@ of_torch = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. i
 
 @of_torch
 @pytest.mark.parametrize("name", ONE_LAYER)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_onnx_runtime_has_the_same_logits_from_weights_that_are_2_4_along_what_is_contracted(
     name, dtype, tmp_path, monkeypatch
 ):

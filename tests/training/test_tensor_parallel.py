@@ -21,6 +21,7 @@ def test_two_processes_train_as_one(method):
     check_equal(2, "llama", config, "tp")
 
 
+@pytest.mark.slow
 def test_four_processes():
     sizes = {"num_key_value_heads": 4}
     check_equal(4, "llama", settings("t-sr-ste") | {"weight_grad": "dense"}, "tp", sizes=sizes)
