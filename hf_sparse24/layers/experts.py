@@ -1,25 +1,18 @@
 """Stacked experts: mixture-of-experts models keep the weights of all experts of a block in one 3-D Parameter.
 
 Transformers stores them as `[experts, out, in]`, or `[experts, in, out]` where the class says `is_transposed`, and
-computes with them in many ways: loops, batched or grouped GEMMs, kernels of other libraries. So a weight becomes sparse
-here, not a layer. While the module's forward runs, the Parameter's name gives the pruned weight, whatever code reads
-it; everywhere else (optimizers, `state_dict`, initialisation) it gives the Parameter, the dense master.
+computes with them in many ways. So a weight becomes sparse here, not a layer: while the module's forward runs, the
+Parameter's name gives the pruned weight, whatever code reads it; elsewhere (optimizers, `state_dict`) the dense master.
+Each expert's matrix is pruned as it would be alone, and kept as `encodings.py` says. Packed experts are all unpacked at
+the start of a forward.
 
-    output        Z  = X S(W)^T      S(W): each expert's matrix pruned as it would be alone, with its own mask or scale
-    grad_input    dX = dZ S(W)
-    grad_weight   dW = dZ^T X        exact, passed straight through to the master
+All GEMMs are dense math on pruned values: no library has a sparse grouped GEMM. Two things differ from layers:
 
-All three are dense math on pruned values: no library has a sparse grouped GEMM. Two things differ from layers:
+- Gradients are exact, also where the method prunes them at random: without a kernel that only adds noise.
+- What changes a GEMM rather than its weight (pruned activations, FP8, another weight in grad_input) cannot be done.
+  Experts then stay dense, and the report says so.
 
-- Gradients are exact, also where the method prunes them at random (MVUE of S-STE and T-SR-STE, `input_grad`): the
-  estimate is there for a kernel to profit from, and without one it only adds noise.
-- What changes a GEMM rather than its weight cannot be done here: pruned activations, FP8 simulation, another weight in
-  grad_input than in output, a method's own term of the output. Experts then stay dense, and the report says so.
-
-Matrices are pruned one by one, kept as `encodings.py` says. Packed experts are all unpacked at the start of a forward.
-
-Known limit: code that takes over the block around the experts and reads their Parameters from outside, as kernels from
-the Hub do with `use_kernels=True`, computes with the dense weights.
+Known limit: kernels of the Hub (`use_kernels=True`) read the Parameters from outside, and compute with dense weights.
 """
 
 from typing import Any

@@ -187,9 +187,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
 
 
 def release(
-    model: nn.Module,
-    weights: Mapping[str, SparseWeight],
-    convert: Callable[[list[SparseWeight]], None],
+    model: nn.Module, weights: Mapping[str, SparseWeight], convert: Callable[[list[SparseWeight]], None]
 ) -> None:
     """End the controllers, let `convert` detach the sparse weights, and let configs say what is left.
 

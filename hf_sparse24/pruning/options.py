@@ -44,11 +44,7 @@ def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float, s
     return layerwise.sparsegpt(weight, inputs.matrix[:-1, :-1], *pattern, damping, solver=solver)
 
 
-CRITERIA = {
-    "magnitude": Criterion(_magnitude),
-    "wanda": Criterion(_wanda),
-    "sparsegpt": Criterion(_sparsegpt, Gram),
-}
+CRITERIA = {"magnitude": Criterion(_magnitude), "wanda": Criterion(_wanda), "sparsegpt": Criterion(_sparsegpt, Gram)}
 RECONSTRUCTIONS = ("block", "layer", None)
 
 

@@ -1,14 +1,9 @@
-"""Distillation: a teacher's predictions as a second target.
+"""Distillation: a teacher's predictions as a second target; `DistillationConfig` has the loss.
 
-    loss = (1 - weight) * cross entropy + weight * T^2 KL(teacher || student)
-
-The cross entropy is the loss that the model returns. The KL divergence compares the predictions at temperature T, at
-the tokens whose prediction has a label. It is a sum over tokens, divided as the model divides the cross entropy, so
-that micro-batches add up to one batch.
-
-The teacher's logits come in chunks of tokens, never as one tensor [tokens, vocabulary]. The forward pass also makes the
-gradient of the student's logits, the one such tensor that a step holds in addition. (TRL and Liger also project the
-student's hidden states in chunks. They go around the model's forward pass, which adapters and auxiliary losses need.)
+The KL divergence is a sum over the tokens that have a label, divided as the model divides its cross entropy, so that
+micro-batches add up. The teacher's logits come in chunks of tokens, never as one tensor [tokens, vocabulary]. The
+forward pass also makes the gradient of the student's logits, the one such tensor that a step holds. (TRL and Liger also
+project the student's hidden states in chunks; they go around the model's forward pass, which adapters need.)
 """
 
 import inspect
@@ -126,14 +121,10 @@ class Distiller:
         self._micro_batches, self.is_mean = 0, True
 
     def means(self, steps: int | None = None) -> dict[str, Tensor]:
-        """The parts of the losses since the last `reset`.
+        """The mean `cross_entropy` and `distillation_loss` since the last `reset`: 0-d tensors of this process.
 
-        Args:
-            steps: the optimizer steps since then, where a Trainer divides losses by the labels of a whole step; None
-                for the mean over micro-batches.
-
-        Returns:
-            `cross_entropy` and `distillation_loss`: 0-d tensors of this process.
+        Over `steps` optimizer steps where a Trainer divides losses by the labels of a whole step, else over
+        micro-batches.
         """
         count = self._micro_batches if self.is_mean or steps is None else steps
         return {name: total / max(count, 1) for name, total in self._sums.items()}

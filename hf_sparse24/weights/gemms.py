@@ -31,11 +31,7 @@ _ESTIMATES = {
 
 @dataclass(frozen=True)
 class Gemm:
-    """One of a layer's three GEMMs, with X `[T, in]`, W `[out, in]` and dZ `[T, out]`:
-
-        output        Z  = X W^T       contracts over in
-        grad_input    dX = dZ W        contracts over out
-        grad_weight   dW = dZ^T X      contracts over tokens
+    """One of a layer's three GEMMs (see `layers/linear.py`), with X `[T, in]`, W `[out, in]` and dZ `[T, out]`.
 
     Attributes:
         name: which of the three.

@@ -69,11 +69,6 @@ def check_floating(name: str, /, **arguments: Tensor) -> None:
             raise ValueError(f"{name} takes fp64, fp32, bf16 and fp16, got {tensor.dtype} as {what}")
 
 
-def check_result(name: str, dtype: object) -> None:
-    if dtype not in INPUTS:
-        raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in INPUTS]}")
-
-
 def check_matrix(name: str, /, **arguments: Tensor) -> None:
     for what, tensor in arguments.items():
         if tensor.dim() != 2:
@@ -152,11 +147,3 @@ def check_device(name: str, *tensors: Tensor | None) -> None:
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None))
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on different devices: {', '.join(map(str, devices))}")
-
-
-def check_scalar(name: str, what: str, tensor: Tensor, like: Tensor) -> None:
-    """Raise ValueError unless `tensor` is floating, 0-d, and on the device of `like`."""
-    check_is(Tensor, name, **{what: tensor})
-    if tensor.dim() or not tensor.is_floating_point():
-        raise ValueError(f"{name}: {what} is a floating 0-d tensor, got {tensor.dtype} {tuple(tensor.shape)}")
-    check_device(name, like, tensor)

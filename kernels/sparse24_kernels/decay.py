@@ -42,17 +42,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
 def foreach_masked_decay_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
 ) -> None:
-    """`masked_decay_` for many weights, on any devices.
-
-    Args:
-        grads: a list of gradients, changed in place.
-        weights: the weight of each gradient.
-        masks: the mask of each weight.
-        alphas: the strength for each weight.
-
-    Raises:
-        ValueError: lists of different lengths, or what `masked_decay_` refuses of one weight.
-    """
+    """`masked_decay_` for lists of gradients, weights, masks and strengths, on any devices. ValueError as there."""
     check_tensors("foreach_masked_decay_", grads=grads, weights=weights, masks=masks)
     if not isinstance(alphas, (list, tuple)):
         raise ValueError(f"foreach_masked_decay_: alphas={described(alphas)}: must be a list of numbers")

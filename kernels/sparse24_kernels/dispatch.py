@@ -53,26 +53,11 @@ class Implementation(NamedTuple):
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, operator: str = "prune") -> Choice:
-    """Which implementation of an operator runs on a device, and why.
+    """Which implementation of an operator (a field of `Operators`) runs on a device, for tensors of a dtype, and why.
 
-    The Triton kernels run 2:4 (and 1:2 of `mvue`) on CUDA devices of compute capability 8.0 (Ampere) or more, those in
-    C++ 2:4 on CPUs. Masks of other patterns come from the reference everywhere.
-
-    Args:
-        device: where the tensors are.
-        dtype: theirs. The kernels take fp32, bf16 and fp16; masks and other bytes are no obstacle.
-        operator: a field of `Operators`; the default stands for pruning and masks.
-
-    Returns:
-        The implementation's name with the reason in words: `"reference"` (plain PyTorch, on any device) where all
-        others refuse.
-
-    Raises:
-        ValueError: an argument of another type.
-
-    Examples:
-        >>> choose_kernels(torch.device("cpu"), torch.float64)
-        Choice(implementation='reference', reason='...the kernels take fp32, bf16 and fp16, not torch.float64')
+    Triton's kernels run 2:4 (and 1:2 of `mvue`) on compute capability 8.0 or more, those in C++ N:M with M up to 64 on
+    CPUs; both take fp32, bf16 and fp16. `"reference"`, plain PyTorch, runs what all others refuse. ValueError: an
+    argument of another type.
     """
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)

@@ -11,29 +11,12 @@ FP8_FORMATS = ("e4m3", "e5m2")
 
 
 def fp8_simulate(x: Tensor, format: str) -> Tensor:
-    """`x` rounded to FP8 with one current scale per tensor, in its own dtype.
+    """`x` rounded to FP8, `"e4m3"` (max 448, forward) or `"e5m2"` (max 57344, backward), with one scale per tensor.
 
-    Simulation: the result has the dtype of `x`, so the GEMMs that follow run as before. Values are multiplied by
-    `s = max / amax`, rounded to nearest even, and divided by s, in fp32 (fp64 too).
-
-    Args:
-        x: any floating dtype, shape and strides. Not differentiable: meant for the inside of an autograd
-            function.
-        format: `"e4m3"` (max 448, for forward operands) or `"e5m2"` (max 57344, for backward operands).
-
-    Returns:
-        Shape, dtype and (where dense) strides of `x`. Zeros stay zeros, never -0.0, so sparse stays sparse. All zeros,
-        and empty tensors, come back as they are. One NaN or inf makes the whole result NaN, which a GradScaler finds,
-        so that it skips the step and lowers its scale.
-
-    Raises:
-        ValueError: another `format`.
+    A simulation in the dtype and strides of `x`: times `s = max / amax`, rounded to nearest even, over s, in fp32.
+    Zeros stay zeros, never -0.0. One NaN or inf makes all NaN, so that a GradScaler skips the step. Not differentiable.
 
     Reference: S-STE (arXiv 2409.09099) and its public code, which divides by zero where ours keeps zeros.
-
-    Examples:
-        >>> fp8_simulate(torch.tensor([1.0, 0.3]), "e5m2")
-        tensor([1.0000, 0.2857])
     """
     check_floating("fp8_simulate", x=x)
     check_one_of(FP8_FORMATS, format=format)

@@ -86,23 +86,10 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 
 
 def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    """The number of entries in which masks differ, pair by pair.
+    """The number of entries in which masks differ, pair by pair: int64 `[len(before)]`, on the first mask's device.
 
-    Args:
-        before: masks, bool or packed bits (`pack_bits`), of any shapes.
-        after: as many masks; both of a pair have the same shape, dtype and device.
-
-    Returns:
-        int64 `[len(before)]`, on the device of the first mask.
-
-    Raises:
-        ValueError: lists of different lengths, a pair of different shapes, dtypes or devices, or another dtype.
-
-    Examples:
-        >>> before = nm_mask(torch.tensor([4.0, 3.0, 2.0, 1.0]))
-        >>> after = nm_mask(torch.tensor([4.0, 1.0, 2.0, 3.0]))
-        >>> count_flips([before], [after])
-        tensor([2])
+    Masks are bool or packed bits (`pack_bits`), of any shapes; those of a pair agree in shape, dtype and device.
+    ValueError otherwise.
     """
     check_tensors("count_flips", before=before, after=after)
     if len(before) != len(after):

@@ -121,24 +121,10 @@ def unpack_nm(packed: Packed) -> Tensor:
 
 
 def gather_nm(matrix: Tensor, mask: Tensor) -> Tensor:
-    """The elements of a matrix at the places of a packed one: the gradient of `unpack_nm` for its values.
+    """The elements of `[R, K]` at the places of a packed mask uint8 `[R, K/8]`, in the order of the packed values.
 
-    Plain PyTorch on every device.
-
-    Args:
-        matrix: `[R, K]`, fp64, fp32, bf16 or fp16, any strides.
-        mask: uint8 `[R, K/8]` of a `Packed`.
-
-    Returns:
-        `[R, K * N / M]` in the dtype of `matrix`, in the order of the packed values.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
-
-    Examples:
-        >>> packed = pack_nm(nm_prune(torch.randn(2, 8)))
-        >>> torch.equal(gather_nm(unpack_nm(packed), packed.mask), packed.values)
-        True
+    This is the gradient of `unpack_nm` for the values, in plain PyTorch on every device. ValueError: shapes, dtypes or
+    devices that do not fit each other.
     """
     check_floating("gather_nm", matrix=matrix)
     check_is(Tensor, "gather_nm", mask=mask)
@@ -158,13 +144,9 @@ def wrong_mask(packed: Packed) -> str | None:
 
 
 def mask_of_indices(indices: Tensor) -> Tensor:
-    """The mask of a 2:4 matrix in versions 1 and 2 of the packed format, which store two bits for each value.
+    """The mask uint8 `[..., K/8]` of 2:4 indices in versions 1 and 2 of the packed format, two bits for each value.
 
-    Args:
-        indices: uint8 `[..., K/8]`, the places of the two values of four, two bits each, first element lowest.
-
-    Returns:
-        uint8 `[..., K/8]`. Indices that are not in ascending order give groups that do not keep two.
+    The places of the two values of four are in ascending order; others give groups that do not keep two.
     """
     nibbles = torch.arange(16, dtype=torch.uint8)
     first, second = nibbles & 3, nibbles >> 2

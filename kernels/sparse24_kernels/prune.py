@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from .checks import (
+    INPUTS,
     check_device,
     check_dim,
     check_floating,
     check_form,
     check_groups,
+    check_is,
     check_mask,
     check_matrix,
     check_one_of,
     check_pattern,
-    check_result,
-    check_scalar,
+    described,
 )
 from .dispatch import implementation
 from .formats import FORMS, form_shape
@@ -115,30 +116,11 @@ def prune_forms(
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Prune a matrix, and write it in several forms in one pass.
+    """Prune a matrix `[R, C]`, and write it in several forms in one pass: a tensor for each, in their order.
 
-    Args:
-        weight: `[R, C]`, the size of `dim` a multiple of `m`.
-        forms: of `formats.FORMS`: `"dense"` `[R, C]`, `"transposed"` (dense `[C, R]`, row-major), and where the result
-            is 2:4 along them the operands of GEMMs on CPUs, `"packed"` and `"packed-transposed"`.
-        rule: `"magnitude"`, `"soft-threshold"` (with `scale`), or `"mask"` (with `mask`).
-        n: entries to keep of each group, 0 < n < m.
-        m: size of a group.
-        dim: the dimension that groups run along, for magnitude and soft threshold.
-        mask: of the rule `"mask"`, as for `apply_mask`.
-        scale: of the rule `"soft-threshold"`, as there.
-        dtype: of the results; None for that of `weight`.
-
-    Returns:
-        One tensor per form, in the order of `forms`.
-
-    Raises:
-        ValueError: an unknown rule or form, a shape that does not fit them, a mask that is missing or not needed.
-
-    Examples:
-        >>> dense, transposed = prune_forms(torch.randn(16, 32), ["dense", "transposed"])
-        >>> torch.equal(transposed.t(), dense)
-        True
+    `forms` are of `formats.FORMS`: `"dense"`, `"transposed"` (`[C, R]`, row-major), and where the result is 2:4 along
+    them `"packed"` and `"packed-transposed"`, operands of GEMMs on CPUs. `rule` is `"magnitude"`, `"soft-threshold"`
+    (with `scale`) or `"mask"` (with `mask`). ValueError: an unknown rule or form, or arguments that do not fit.
     """
     check_floating("prune_forms", weight=weight)
     check_matrix("prune_forms", weight=weight)
@@ -179,9 +161,13 @@ def _prune_checked(
     if scale is not None:
         if rule != "soft-threshold":
             raise ValueError(f"{name}: rule={rule!r} has no scale")
-        check_scalar(name, "scale", scale, weight)
+        check_is(Tensor, name, scale=scale)
+        if scale.dim() or not scale.is_floating_point():
+            raise ValueError(f"{name}: scale is a floating 0-d tensor, got {scale.dtype} {tuple(scale.shape)}")
+        check_device(name, weight, scale)
     dtype = weight.dtype if dtype is None else dtype
-    check_result(name, dtype)
+    if dtype not in INPUTS:
+        raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in INPUTS]}")
     return _prune(weight, rule, n, m, dim, mask, scale, dtype, [_NAMES.index(form) for form in forms])
 
 

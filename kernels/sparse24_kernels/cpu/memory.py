@@ -22,12 +22,7 @@ _blocks: list[mmap.mmap] = []
 
 
 def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous CPU tensor, where possible in the memory of one that was dropped.
-
-    Args:
-        shape: of the tensor.
-        dtype: of the tensor.
-    """
+    """An uninitialised contiguous CPU tensor, where possible in the memory of one that was dropped."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < SMALLEST:
         return torch.empty(shape, dtype=dtype)

@@ -34,22 +34,8 @@ def _multiply(
     bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, scales))
     (k, tokens), rows = x.shape if is_product else x.shape[::-1], len(values)
     y = reused_memory((rows, tokens) if is_product else (tokens, rows), x.dtype)
-    loaded().call(
-        "sparse24_linear",
-        x.data_ptr(),
-        values.data_ptr(),
-        mask.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        tokens,
-        rows,
-        k,
-        each,
-        m,
-        DTYPES[x.dtype],
-        is_product,
-    )
+    sizes = (tokens, rows, k, each, m)
+    loaded().call("sparse24_linear", x, values, mask, scales, bias, y, *sizes, DTYPES[x.dtype], is_product)
     return y
 
 
@@ -62,17 +48,7 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
     values, mask = values.contiguous(), mask.contiguous()
     scales = None if scales is None else scales.contiguous()
     dense = values.new_empty(len(mask), 8 * mask.shape[1], dtype=dtype)
-    loaded().call(
-        "sparse24_unpack",
-        values.data_ptr(),
-        mask.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        dense.data_ptr(),
-        len(dense),
-        dense.shape[1],
-        each,
-        DTYPES[dtype],
-    )
+    loaded().call("sparse24_unpack", values, mask, scales, dense, *dense.shape, each, DTYPES[dtype])
     return dense
 
 

@@ -82,20 +82,6 @@ def run(
     x, mask = x.contiguous(), None if mask is None else mask.contiguous()
     shape = x.shape or (1,)
     dim = len(shape) - 1 if dim is None else dim % len(shape)
-    loaded().call(
-        "sparse24_prune",
-        _RULES.index(rule),
-        x.data_ptr(),
-        None if mask is None else mask.data_ptr(),
-        to.data_ptr(),
-        math.prod(shape[:dim]),
-        shape[dim],
-        math.prod(shape[dim + 1 :]),
-        DTYPES.get(x.dtype, 0),  # bools have none
-        DTYPES.get(to.dtype, 0),
-        n,
-        m,
-        scale,
-        key,
-        is_packed,
-    )
+    sizes = (math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
+    dtypes = (DTYPES.get(x.dtype, 0), DTYPES.get(to.dtype, 0))  # bools have none
+    loaded().call("sparse24_prune", _RULES.index(rule), x, mask, to, *sizes, *dtypes, n, m, scale, key, is_packed)

@@ -1,17 +1,12 @@
 """Triton: a packed matrix made dense again, and multiplied by a few tokens without ever being dense in memory.
 
-A linear layer reads its whole weight for one token as for many, so for few tokens the time is that of reading, and a
-packed weight has 9/16 of the bytes in bf16. A program multiplies all tokens by some rows, in steps along K:
+A linear layer reads its whole weight for one token as for many, so for few tokens the time is that of reading.
 
-* **The weight is expanded in registers** and goes to the tensor cores, whatever the number of tokens. To gather x by
-  index instead costs a load from the L1 cache per value *and token*, which at 4 tokens takes as long as reading the
-  weight; and where x is inf or NaN, zeros would no longer count, as they do in dense math.
-* **Tokens are the rows of the GEMM** (padded to 16), so each warp expands rows of the weight that no other needs.
-* **A few programs fill no GPU.** Where the weight has few rows, K is split; each part writes its own sums in fp32, and
-  a second kernel adds the parts in their order. No atomics: a result has the same bits every time.
-
-Expanding takes about as many integer instructions as an H200 issues while it reads the weight, which is why it is done
-by shifts, two values to a register.
+* The weight is expanded in registers and goes to the tensor cores, by shifts, two values to a register. Gathering x by
+  index would load from L1 per value and token, and zeros would no longer count where x is inf or NaN.
+* Tokens are the rows of the GEMM, padded to 16, so each warp expands rows of the weight that no other needs.
+* Where the weight has few rows, K is split: each part writes its own sums in fp32, and a second kernel adds the parts
+  in their order. No atomics: a result has the same bits every time.
 """
 
 import torch
