@@ -14,8 +14,8 @@ Run = dict[str, Any]
 
 INTRO = """# A pretrained model, pruned and trained on
 
-What 2:4 costs a real pretrained model, and what training recovers: SmolLM2-135M-Instruct, all 210 linear layers of its
-blocks."""
+What 2:4 and 16:32 cost a real pretrained model, and what training recovers: SmolLM2-135M-Instruct, all 210 linear
+layers of its blocks."""
 
 NOTES = """## How to read the tables
 
@@ -61,12 +61,58 @@ def page(folder: Path) -> str:
 def decision(runs: list[Run], folder: Path) -> str:
     rows = []
     for tokens in sorted({run["tokens"] for run in runs}):
-        found = [run for run in at(runs, tokens) if run["verified"] or run["variant"] == "oneshot"]
-        if found:
-            best = min(found, key=lambda run: loss(run, "validation"))
-            rows.append([number(tokens), f"`{best['variant']}`", *(over_dense(runs, best, name) for name in SHORT)])
-    text = markdown_table(["tokens", "best on validation", *(f"{SHORT[name]}, x dense" for name in SHORT)], rows)
-    return f"The best of what was tried, by the number of training tokens:\n\n{text}"
+        for pattern, start in {"2:4": "oneshot", "16:32": "oneshot 16:32"}.items():
+            found = [run for run in at(runs, tokens) if run["verified"] or run["variant"] == start]
+            found = [run for run in found if ("16:32" in run["variant"]) == (pattern == "16:32")]
+            if found:
+                best = min(found, key=lambda run: loss(run, "validation"))
+                cells = [over_dense(runs, best, name) for name in SHORT]
+                rows.append([number(tokens), pattern, f"`{best['variant']}`", *cells])
+    head = ["tokens", "pattern", "best on validation", *(f"{SHORT[name]}, x dense" for name in SHORT)]
+    return f"The best of what was tried, by the number of training tokens:\n\n{markdown_table(head, rows)}"
+
+
+def recovery(runs: list[Run], folder: Path) -> str:
+    """The same training from 2:4 and from 16:32, and what each takes and gives in decoding."""
+    rows = []
+    for tokens in sorted({run["tokens"] for run in runs}):
+        for name, variants in RECOVERY.items():
+            for pattern, variant in variants.items():
+                run = best_rate(runs, variant, tokens)
+                if run:
+                    cells = [over_dense(runs, run, corpus) for corpus in SHORT]
+                    rows.append([number(tokens), name, pattern, *cells, quality(run)[0]])
+    head = ["tokens", "training", "pattern", *(f"{SHORT[name]}, x dense" for name in SHORT), "KL, validation"]
+    decoding = []
+    for path in sorted((folder.parent / "frontier").glob("SmolLM2-135M-*-*-*.json")):
+        row = json.loads(path.read_text())
+        if row["row"].split()[0] in ("2:4", "16:32"):
+            speeds = (f"{row['speed'][threads]['tokens per s'][1]:.1f}" for threads in "12")
+            decoding.append([row["row"], f"{row['bytes'] / 1e6:.0f}", *speeds])
+    table = markdown_table(["packed", "MB", "tokens/s, 1 thread", "2 threads"], decoding)
+    text = markdown_table(head, rows)
+    first, last = (best_rate(runs, variant, tokens) for variant, tokens in GAIN)
+    if first and last:
+        ratios = [over_dense(runs, run, "validation").split()[0] for run in (first, last)]
+        levels = [f"{perplexity(run, 'validation'):.1f}" for run in (first, last)]
+        text = GAINED.format(*ratios, *levels) + text
+    return f"{text}\n\nDecoding ([all rows](frontier.md)):\n\n{table}"
+
+
+GAIN = (("oneshot 16:32", 0), ("fixed-mask 16:32", 300_000))
+GAINED = """**Training gains little that the dense model does not gain from the same tokens**: at 16:32, perplexity over
+dense goes from {} to {} in 300,000 tokens, while perplexity itself goes from {} to {}. The KL is to the dense model
+before any training, so it grows as labels move both.
+
+"""
+
+
+RECOVERY = {
+    "none": {"2:4": "oneshot", "16:32": "oneshot 16:32"},
+    "labels": {"2:4": "fixed-mask", "16:32": "fixed-mask 16:32"},
+    "labels, teacher at 1/3": {"2:4": "fixed-mask, teacher at 1/3", "16:32": "fixed-mask 16:32, teacher at 1/3"},
+}
+"""Variants by what trains them and by pattern."""
 
 
 def one_shot(runs: list[Run], folder: Path) -> str:
@@ -157,18 +203,20 @@ def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
             if name in names and None not in pair:
                 cells = [ratio(*pair, corpus, digits=3) for corpus in SHORT]
                 place = [number(tokens), f"{pair[0]['learning_rate']:g}", str(seed)]
-                rows.append([f"`{name}`", f"`{control}`", *place, *cells])
+                flips = [rate for rate in pair[0].get("flip_rate", ()) if rate is not None]
+                rows.append([f"`{name}`", f"`{control}`", *place, *cells, f"{max(flips):.3%}" if flips else ""])
     if not rows:
         return ""
-    head = ["variant", "over", "tokens", "learning rate", "seed", *(f"{SHORT[name]}, x fixed" for name in SHORT)]
+    ratios = (f"{SHORT[name]}, x fixed" for name in SHORT)
+    head = ["variant", "over", "tokens", "learning rate", "seed", *ratios, "highest flip rate"]
     return FIXED_MASK.format(light=light) + markdown_table(head, rows)
 
 
 FIXED_MASK = """All start from the model that `oneshot` pruned. **x fixed** is the perplexity divided by that of a
 fixed mask with a teacher, the same tokens and seed, each at its best learning rate: above 1 the method loses. CAST is
 published with 1/3 of the teacher's loss at T = 1, the others with 2/3 at T = 2; `{light}` is a fixed mask with
-CAST's. **With the same teacher, no method is more than 1 % better than the mask that stays.** Commit 49d34cb has the
-code that ran `cast`.
+CAST's. **With the same teacher, no method is more than 1 % better than the mask that stays.** Masks hardly move: the
+last column is the highest [flip rate](../concepts/flip_rate.md) of a log. Commit 49d34cb has the code that ran `cast`.
 
 """
 
@@ -252,6 +300,7 @@ def sources(runs: list[Run], folder: Path) -> str:
 SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {
     "What to take": decision,
     "Pruned in one shot": one_shot,
+    "Training from 2:4 and from 16:32": recovery,
     "By CPU time": by_time,
     "Quality against tokens": by_tokens,
     "Perplexity and bits per byte": bits,
