@@ -26,6 +26,7 @@ import claims_page
 import cpu_page
 import frontier_page
 import pretrained_page
+import scaling_page
 
 from hf_sparse24 import __version__, describe_settings
 from hf_sparse24.methods import METHODS
@@ -238,6 +239,7 @@ def pages() -> dict[str, str]:
     made["measured/costs.md"] = costs_page()
     made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
     made["measured/frontier.md"] = frontier_page.page(RESULTS / "frontier")
+    made["measured/scaling.md"] = scaling_page.page(RESULTS / "scaling")
     made["measured/claims.md"] = claims_page.page(RESULTS)
     made["measured/analysis.md"] = analysis_page.page(RESULTS / "analysis.json")
     made["measured/pretrained.md"] = pretrained_page.page(RESULTS / "pretrained")

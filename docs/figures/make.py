@@ -18,6 +18,7 @@ import first_screen  # noqa: E402, F401  the same
 import frontier  # noqa: E402, F401  the same
 import papers  # noqa: E402, F401  the same
 import results  # noqa: E402, F401  the same
+import size_gap  # noqa: E402, F401  the same
 from style import PICTURES, render  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"

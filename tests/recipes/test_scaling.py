@@ -6,6 +6,7 @@ import zipfile
 
 import compare_methods
 import pytest
+import scaling_page
 from paths import ROOT
 from transformers import TrainerCallback
 
@@ -85,6 +86,28 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     for name, run in whole.items():
         assert run["eval_loss"] == resumed[name]["eval_loss"]
     assert losses("whole") == whole  # which are not run again
+
+
+def a_run(size, variant, loss, seed=0, factor=1.0):
+    parameters = {"small": 1_000_000, "large": 4_000_000}[size]
+    found = {"size": size, "variant": variant, "eval_loss": loss, "seed": seed, "factor": factor}
+    found |= {"parameters": parameters, "tokens": 9 * parameters, "learning_rate": 0.001}
+    return found | {"versions": {"torch": "2"}, "device": "cpu"}
+
+
+def test_the_page_has_gaps_of_the_same_seed_and_the_dense_model_of_equal_loss(tmp_path):
+    runs = [a_run("small", "dense", 4.0), a_run("small", "dense", 4.2, seed=1), a_run("large", "dense", 3.0)]
+    runs += [a_run("small", "s-ste", 4.1), a_run("small", "s-ste", 4.4, seed=1), a_run("large", "s-ste", 3.55)]
+    runs += [a_run("large", "dense", 3.02, factor=1.6), a_run("large", "sr-ste", 2.9)]
+    for i, run in enumerate(runs):
+        (tmp_path / f"{i}-seed.json").write_text(json.dumps(run))
+    (tmp_path / "sources.json").write_text('{"a": {"wheel": "a.whl", "licence": "MIT", "characters": 2500000}}')
+    text = scaling_page.page(tmp_path)
+    assert "| 1M | 9M | 4.100 [4.000, 4.200] | 0.150 [0.100, 0.200] |  |" in text
+    assert "| 4M | 36M | 3.000 | 0.550 | -0.100 |" in text
+    assert "| 1M | 3.7% |  |" in text and "| 4M | 18.3% | -3.3% |" in text
+    assert "| 4M | 0.50 |  |" in text, "halfway from 4.1 to 3.0 is twice the small model's parameters"
+    assert "| large | dense | 0.001 | 1.6 | +0.020 |" in text and "| a.whl | MIT | 2.5 |" in text
 
 
 @pytest.mark.slow

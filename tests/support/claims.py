@@ -13,6 +13,7 @@ from pathlib import Path
 import frontier_page
 import methods_runs
 import pretrained_page as smollm2
+import scaling_page
 
 CORPORA = {"": "validation", "_wikipedia": "unseen_wikipedia", "_documentation": "unseen_documentation"}
 ONE_SHOT = {
@@ -36,6 +37,7 @@ def figures(results: Path) -> dict[str, float]:
         | _trained(runs)
         | _decoding(results)
         | _methods(results)
+        | _by_size(results)
         | _step_times(results)
         | _sparse_steps(results)
         | _packed_master(results)
@@ -113,6 +115,13 @@ def _methods(results: Path) -> dict[str, float]:
     return found
 
 
+def _by_size(results: Path) -> dict[str, float]:
+    """The least and the largest gap of `s-ste`, over sizes and seeds."""
+    runs = scaling_page.read(results / "scaling")
+    gaps = [gap for size in scaling_page.sizes(runs) for gap in scaling_page.gaps(runs, size, "s-ste")]
+    return {"s_ste_size_low": min(gaps), "s_ste_size_high": max(gaps)}
+
+
 def _step_times(results: Path) -> dict[str, float]:
     rows = json.loads((results / "cpu_step_time.json").read_text())["rows"]
     found = {}
@@ -188,7 +197,7 @@ STATED: dict[str, list[str]] = {
         FASTER,
         "perplexity over dense {oneshot_x:.2f} at 2:4, {oneshot_16_32_x:.2f} at 16:32; SparseGPT by llm-compressor "
         "{llm_compressor_x:.2f}",
-        "ends {s_ste_over:.2f} nats over dense",
+        "ends {s_ste_over:.2f} nats over dense; on another text {s_ste_size_low:.2f} to {s_ste_size_high:.2f}",
         "Llama of 8 layers {llama_avx512_bf16:.2f} times as fast as dense, GPT-2 124M {gpt2_avx512_bf16:.2f}",
         "with AVX2 {llama_avx2:.2f} and {gpt2_avx2:.2f}",
         "| dense, PyTorch bf16 | {dense_mb:.0f} | 1.00 | {small_dense:.0f} | {large_dense:.1f} |",

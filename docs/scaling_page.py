@@ -1,0 +1,142 @@
+"""The page of the gap to dense training by size, from the committed runs, so that it cannot drift."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hf_sparse24.tables import markdown_table
+
+Run = dict[str, Any]
+
+INTRO = """# Does the gap close with size?
+
+Llamas trained from scratch, dense and sparse, on the same tokens: about nine a parameter.
+
+```bash
+python recipes/scaling/scaling.py
+```
+
+- The gap is the validation loss over the dense model's of the same seed, in nats a token.
+- MLPs are sparse. Text: 200 MB of Python sources; validation is four packages that training does not see.
+- Each method has its learning rate from [Methods side by side](methods.md), times 64 / width.
+- A range in brackets is over two seeds. A cell without one is one seed."""
+
+PUBLISHED = """## Published gaps
+
+S-STE (arXiv 2409.09099, Table 6) and T-SR-STE (2404.01847) report GPT-2 of 124M to 774M parameters. We could not
+check the numbers of those tables against the papers' text, so none is drawn here."""
+
+
+def read(folder: Path) -> list[Run]:
+    """The runs, the smallest model first."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*-seed*.json"))]
+    return sorted(runs, key=lambda run: (run["parameters"], run["variant"], run["factor"], run["seed"]))
+
+
+def losses(runs: list[Run], size: str, variant: str, factor: float = 1) -> dict[int, float]:
+    """Validation loss by seed."""
+    cell = (size, variant, factor)
+    return {run["seed"]: run["eval_loss"] for run in runs if (run["size"], run["variant"], run["factor"]) == cell}
+
+
+def sizes(runs: list[Run]) -> dict[str, int]:
+    """Parameters of the sizes that have a dense run, the smallest first."""
+    return {run["size"]: run["parameters"] for run in runs if (run["variant"], run["factor"]) == ("dense", 1)}
+
+
+def variants(runs: list[Run]) -> list[str]:
+    """The sparse ones, in the order of the recipe."""
+    order = ["s-ste", "s-ste 16:32", "sr-ste", "t-sr-ste"]
+    return [name for name in order if any(run["variant"] == name for run in runs)]
+
+
+def gaps(runs: list[Run], size: str, variant: str) -> list[float]:
+    """Loss over dense of each seed that has both."""
+    dense = losses(runs, size, "dense")
+    return [loss - dense[seed] for seed, loss in losses(runs, size, variant).items() if seed in dense]
+
+
+def dense_equivalent(runs: list[Run], size: str, variant: str) -> float | None:
+    """Parameters of a dense model with the same loss, over its own; None outside of the sizes measured.
+
+    Between two sizes, the loss is taken as linear in the logarithm of the parameters.
+    """
+    loss = fmean(losses(runs, size, variant).values())
+    points = [(math.log(count), fmean(losses(runs, name, "dense").values())) for name, count in sizes(runs).items()]
+    for (small, high), (large, low) in pairwise(points):
+        if low <= loss <= high:
+            return math.exp(small + (large - small) * (high - loss) / (high - low)) / sizes(runs)[size]
+    return None
+
+
+def page(folder: Path) -> str:
+    """The page of the results in a folder."""
+    runs = read(folder)
+    names = variants(runs)
+    picture = "The gap to dense training in nats and in percent, by the number of parameters, of each method"
+    absolute, percent, equal = [], [], []
+    for size, count in sizes(runs).items():
+        dense = losses(runs, size, "dense")
+        tokens = next(run["tokens"] for run in runs if run["size"] == size)
+        found = {name: gaps(runs, size, name) for name in names}
+        mean = fmean(dense.values())
+        label = f"{count / 1e6:.2g}M"
+        absolute.append([label, f"{tokens / 1e6:.0f}M", ranged(list(dense.values())), *map(ranged, found.values())])
+        percent.append([label, *(f"{100 * fmean(each) / mean:.1f}%" if each else "" for each in found.values())])
+        ratios = [dense_equivalent(runs, size, name) if found[name] else None for name in names]
+        equal.append([label, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    parts = [
+        INTRO,
+        f"![{picture}](../images/scaling.svg)",
+        markdown_table(["parameters", "tokens", "dense loss", *(f"{name}, nats" for name in names)], absolute),
+        "In percent of the dense loss:",
+        markdown_table(["parameters", *names], percent),
+    ]
+    if any(cell for row in equal for cell in row[1:]):
+        parts += [
+            "Parameters of the dense model that has the same loss, over those of the sparse one. The loss between two "
+            "sizes is taken as linear in the logarithm of the parameters:",
+            markdown_table(["parameters", *names], equal),
+        ]
+    versions, device = runs[0]["versions"], runs[0]["device"]
+    made = f"torch {versions['torch']}, {device}; bf16 autocast, compiled."
+    return "\n\n".join([*parts, READING, rates(runs), PUBLISHED, sources(folder), made]) + "\n"
+
+
+READING = """## What it allows to expect
+
+Nothing about 1B parameters yet. Two seeds of `s-ste` at 0.46M differ by more than the two sizes do, so these runs show
+no trend. Runs of 3M and 5.5M parameters, most methods at 1.6M, and its second seeds have not been made: the command
+above makes what is missing. 16:32 and `sr-ste` are one seed; on that seed `s-ste` at 2:4 is the worst of its range."""
+
+
+def ranged(values: list[float]) -> str:
+    """Their mean, and the least and the greatest where there are several."""
+    if not values:
+        return ""
+    mean = f"{fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} [{min(values):.3f}, {max(values):.3f}]"
+
+
+def rates(runs: list[Run]) -> str:
+    """What another learning rate than the rule's gives."""
+    tried = [run for run in runs if run["factor"] != 1]
+    text = "## The rule of the learning rate\n\n"
+    if not tried:
+        return text + "Not checked yet."
+    changes = [run["eval_loss"] - losses(runs, run["size"], run["variant"])[run["seed"]] for run in tried]
+    rows = [
+        [run["size"], run["variant"], f"{run['learning_rate']:g}", f"{run['factor']:g}", f"{change:+.3f}"]
+        for run, change in zip(tried, changes)
+    ]
+    text += "Loss at another learning rate, over that at the rule's, same seed:\n\n"
+    return text + markdown_table(["size", "variant", "learning rate", "times the rule's", "nats"], rows)
+
+
+def sources(folder: Path) -> str:
+    found = json.loads((folder / "sources.json").read_text())
+    rows = [[facts["wheel"], facts["licence"], f"{facts['characters'] / 1e6:.1f}"] for facts in found.values()]
+    return "## Text and licences\n\n" + markdown_table(["wheel", "licence", "million characters"], rows)
