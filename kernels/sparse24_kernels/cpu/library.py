@@ -57,9 +57,8 @@ class Library:
         self.path = next(iter(self.paths))
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a C function with the path first and the thread pool last; of tensors it gets the addresses."""
-        given = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
-        if getattr(self.functions, function)(self.paths[self.path], *given, self.parallel_for):
+        """Call a C function with the path before its arguments, and the thread pool behind them."""
+        if getattr(self.functions, function)(self.paths[self.path], *arguments, self.parallel_for):
             raise MemoryError(f"{function}: no memory")
 
     @contextmanager
@@ -159,3 +158,8 @@ def _opened(file: Path) -> Library:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
+    """Those of the data, for `Library.call`; None for no tensor."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

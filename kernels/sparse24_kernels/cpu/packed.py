@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import STEP, scale_columns
-from .library import DTYPES, loaded
+from .library import DTYPES, addresses, loaded
 from .memory import reused_memory
 
 
@@ -34,8 +34,8 @@ def _multiply(
     bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, scales))
     (k, tokens), rows = x.shape if is_product else x.shape[::-1], len(values)
     y = reused_memory((rows, tokens) if is_product else (tokens, rows), x.dtype)
-    sizes = (tokens, rows, k, each, m)
-    loaded().call("sparse24_linear", x, values, mask, scales, bias, y, *sizes, DTYPES[x.dtype], is_product)
+    tensors, sizes = addresses(x, values, mask, scales, bias, y), (tokens, rows, k, each, m)
+    loaded().call("sparse24_linear", *tensors, *sizes, DTYPES[x.dtype], is_product)
     return y
 
 
@@ -48,7 +48,7 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
     values, mask = values.contiguous(), mask.contiguous()
     scales = None if scales is None else scales.contiguous()
     dense = values.new_empty(len(mask), 8 * mask.shape[1], dtype=dtype)
-    loaded().call("sparse24_unpack", values, mask, scales, dense, *dense.shape, each, DTYPES[dtype])
+    loaded().call("sparse24_unpack", *addresses(values, mask, scales, dense), *dense.shape, each, DTYPES[dtype])
     return dense
 
 

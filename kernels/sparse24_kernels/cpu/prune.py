@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import FORMS, OPERAND_MULTIPLE, form_shape, mask_bytes
-from .library import DTYPES, loaded
+from .library import DTYPES, addresses, loaded
 from .memory import reused_memory
 
 _PRUNING = ("magnitude", "soft-threshold", "mask", "bits")
@@ -84,4 +84,5 @@ def run(
     dim = len(shape) - 1 if dim is None else dim % len(shape)
     sizes = (math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
     dtypes = (DTYPES.get(x.dtype, 0), DTYPES.get(to.dtype, 0))  # bools have none
-    loaded().call("sparse24_prune", _RULES.index(rule), x, mask, to, *sizes, *dtypes, n, m, scale, key, is_packed)
+    given = (_RULES.index(rule), *addresses(x, mask, to), *sizes, *dtypes)
+    loaded().call("sparse24_prune", *given, n, m, scale, key, is_packed)
