@@ -242,7 +242,7 @@ def assert_untouched(model):
         (Sparse24Config(target_modules=r"lm.*d"), r"lm_head: output embedding.*A list of whole names.* reaches every"),
         (Sparse24Config(layers_to_transform=7), "layers_to_transform=7"),
         (Sparse24Config(exclude_modules="mlp"), "in exclude_modules='mlp'"),
-        (Sparse24Config(method="ste", pattern="3:5"), r"\((?!.*q_proj).*gate_proj: input size 32 is not a multiple"),
+        (Sparse24Config(method="ste", pattern="3:5"), r"\((?!.*q_proj).*_proj: input size 32 is not a multiple of 5"),
     ],
 )
 def test_nothing_to_patch(config, message):
