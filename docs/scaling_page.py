@@ -19,7 +19,7 @@ Llamas trained from scratch, dense and sparse, on the same tokens: about nine a 
 python recipes/scaling/scaling.py
 ```
 
-- The gap is the validation loss over the dense model's of the same seed, in nats a token.
+- The gap is the validation loss over the dense model's of the same seed and dtype, in nats a token.
 - MLPs are sparse. Text: 200 MB of Python sources; validation is four packages that training does not see.
 - Each method has its learning rate from [Methods side by side](methods.md), times 64 / width.
 - A range in brackets is over two seeds. A cell without one is one seed."""
@@ -36,10 +36,15 @@ def read(folder: Path) -> list[Run]:
     return sorted(runs, key=lambda run: (run["parameters"], run["variant"], run["factor"], run["seed"]))
 
 
-def losses(runs: list[Run], size: str, variant: str, factor: float = 1) -> dict[int, float]:
-    """Validation loss by seed."""
+def losses(runs: list[Run], size: str, variant: str, factor: float = 1) -> dict[tuple[int, str], float]:
+    """Validation loss by seed and dtype."""
     cell = (size, variant, factor)
-    return {run["seed"]: run["eval_loss"] for run in runs if (run["size"], run["variant"], run["factor"]) == cell}
+    cells = [run for run in runs if (run["size"], run["variant"], run["factor"]) == cell]
+    return {_pair(run): run["eval_loss"] for run in cells}
+
+
+def _pair(run: Run) -> tuple[int, str]:
+    return run["seed"], run["dtype"]
 
 
 def sizes(runs: list[Run]) -> dict[str, int]:
@@ -54,9 +59,9 @@ def variants(runs: list[Run]) -> list[str]:
 
 
 def gaps(runs: list[Run], size: str, variant: str) -> list[float]:
-    """Loss over dense of each seed that has both."""
+    """Loss over the dense model's of the same seed and dtype, where there is one."""
     dense = losses(runs, size, "dense")
-    return [loss - dense[seed] for seed, loss in losses(runs, size, variant).items() if seed in dense]
+    return [loss - dense[pair] for pair, loss in losses(runs, size, variant).items() if pair in dense]
 
 
 def dense_equivalent(runs: list[Run], size: str, variant: str) -> float | None:
@@ -97,12 +102,14 @@ def page(folder: Path) -> str:
     ]
     if any(cell for row in equal for cell in row[1:]):
         parts += [
-            "Parameters of the dense model that has the same loss, over those of the sparse one. The loss between two "
-            "sizes is taken as linear in the logarithm of the parameters:",
+            "Parameters of an equally good dense model, divided by the sparse model's. Between two sizes, the loss is "
+            "taken as linear in the logarithm of the parameters:",
             markdown_table(["parameters", *names], equal),
         ]
     versions, device = runs[0]["versions"], runs[0]["device"]
-    made = f"torch {versions['torch']}, {device}; bf16 autocast, compiled."
+    fp32 = [f"{run['size']} {run['variant']} seed {run['seed']}" for run in runs if run["dtype"] == "fp32"]
+    exact = f"; in fp32: {', '.join(fp32)}" if fp32 else ""
+    made = f"torch {versions['torch']}, {device}; compiled, bf16 autocast{exact}."
     return "\n\n".join([*parts, READING, rates(runs), PUBLISHED, sources(folder), made]) + "\n"
 
 
@@ -123,11 +130,11 @@ def ranged(values: list[float]) -> str:
 
 def rates(runs: list[Run]) -> str:
     """What another learning rate than the rule's gives."""
-    tried = [run for run in runs if run["factor"] != 1]
+    tried = [run for run in runs if run["factor"] != 1 and _pair(run) in losses(runs, run["size"], run["variant"])]
     text = "## The rule of the learning rate\n\n"
     if not tried:
         return text + "Not checked yet."
-    changes = [run["eval_loss"] - losses(runs, run["size"], run["variant"])[run["seed"]] for run in tried]
+    changes = [run["eval_loss"] - losses(runs, run["size"], run["variant"])[_pair(run)] for run in tried]
     rows = [
         [run["size"], run["variant"], f"{run['learning_rate']:g}", f"{run['factor']:g}", f"{change:+.3f}"]
         for run, change in zip(tried, changes)

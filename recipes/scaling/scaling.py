@@ -5,10 +5,10 @@
     python recipes/scaling/scaling.py --list
 
 Each model sees about nine tokens a parameter of the text of `corpus.py`. Its MLPs are sparse. A step has 1,024 tokens,
-computed in bf16 by compiled code. `results/methods` found the learning rates at 0.46M parameters. A wider model takes
-them times 64 / width, the rule of Adam's hidden layers (muP, arXiv 2203.03466); embeddings and head keep theirs. At
-1.6M, dense and `s-ste` also run at 1.6 times that rate, to check the rule. A run that was interrupted goes on from its
-last checkpoint.
+computed by compiled code: in bf16 on a CPU that multiplies bf16, else in fp32. `results/methods` found the learning
+rates at 0.46M parameters. A wider model takes them times 64 / width, the rule of Adam's hidden layers (muP, arXiv
+2203.03466); embeddings and head keep theirs. At 1.6M, dense and `s-ste` also run at 1.6 times that rate, to check the
+rule. A run that was interrupted goes on from its last checkpoint.
 """
 
 import argparse
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "recipes")]
 
 import compare_methods
+import torch
 from running import run as run_script
 from transformers import Trainer
 
@@ -35,6 +36,11 @@ from recipes.stdlib_text import replace_file
 RESULTS = ROOT / "recipes/results/scaling"
 SAVED_EVERY = 1000  # steps
 WIDTH = 64  # of the model that the learning rates were found for
+
+
+def dtype() -> str:
+    """What matrices are multiplied in; without AVX-512 BF16, bf16 takes ten times as long as fp32."""
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Size:
         config = {"hidden_size": self.width, "intermediate_size": self.mlp, "num_hidden_layers": self.layers}
         config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 128}
         config |= {"_attn_implementation": "eager"}  # with bf16 and torch.compile, a step takes 0.65 of the time
-        flags = {"config_overrides": json.dumps(config), "bf16": True, "torch_compile": True}
+        flags = {"config_overrides": json.dumps(config), "bf16": dtype() == "bf16", "torch_compile": True}
         return flags | {"max_steps": self.steps, "logging_steps": self.steps // 80}
 
 
@@ -68,7 +74,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sr-ste": ("sr-ste", {}),
     "s-ste 16:32": ("s-ste", {"pattern": "16:32"}),
 }
-SECOND_SEED = ("dense", "s-ste", "t-sr-ste")
 CHECKED = ("dense", "s-ste")
 
 
@@ -95,9 +100,18 @@ def runs() -> Iterator[Run]:
     for size in SIZES:
         yield from (Run(size, variant, 0) for variant in VARIANTS)
         if size in ("0.46M", "1.6M"):
-            yield from (Run(size, variant, 1) for variant in SECOND_SEED)
+            yield from (Run(size, variant, 1) for variant in VARIANTS)
         if size == "1.6M":
             yield from (Run(size, variant, 0, 1.6) for variant in CHECKED)
+
+
+def fits(run: Run, results: Path) -> bool:
+    """Whether the run would have the dtype of its dense control, if that is there."""
+    control = results / f"{Run(run.size, 'dense', run.seed).name}.json"
+    if not control.exists() or json.loads(control.read_text())["dtype"] == dtype():
+        return True
+    print(f"{run.name}: its dense control is there in another dtype than this CPU's {dtype()}", file=sys.stderr)
+    return False
 
 
 def train(run: Run, data: Path, watch: Callable[[Trainer], None] | None = None, **flags: Any) -> dict[str, Any]:
@@ -105,13 +119,14 @@ def train(run: Run, data: Path, watch: Callable[[Trainer], None] | None = None, 
     flags = SIZES[run.size].flags | {"save_strategy": "steps", "save_steps": SAVED_EVERY, "save_total_limit": 1} | flags
     found = compare_methods.run(run.variant, run.rate, run.seed, str(data), None, VARIANTS, flags, watch)
     del found["train_seconds"]  # of the part since the last checkpoint
-    return found | {"size": run.size, "factor": run.factor}
+    return found | {"size": run.size, "factor": run.factor, "dtype": dtype()}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="these variants alone")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="these seeds alone")
     parser.add_argument("--list", action="store_true", help="print the runs that are missing, and stop")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--data", type=Path, default=Path("runs/python_sources"), help="default: %(default)s")
@@ -119,8 +134,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.steps and args.results == RESULTS:
         parser.error("--steps: short runs would count as done among the others; name a folder with --results")
-    wanted = [run for run in runs() if run.size in args.sizes and run.variant in args.only]
+    wanted = [run for run in runs() if run.size in args.sizes and run.variant in args.only and run.seed in args.seeds]
     missing = [run for run in wanted if not (args.results / f"{run.name}.json").exists()]
+    missing = [run for run in missing if fits(run, args.results)]
     if args.list:
         print(*(f"{run.name}, learning rate {run.rate:g}" for run in missing), sep="\n")
         return

@@ -41,8 +41,8 @@ def test_runs(capsys):
     by_name = {run.name: run for run in found}
     assert by_name["0.46M-dense-seed0"].rate == 2.5e-3 and by_name["1.6M-s-ste-seed0"].rate == 2e-3
     assert by_name["1.6M-dense-rate-x1.6-seed0"].rate == 2e-3 and "3M-dense-seed1" not in by_name
-    scaling.main(["--list", "--sizes", "5.5M", "--only", "s-ste 16:32", "--results", "absent"])
-    assert capsys.readouterr().out == "5.5M-s-ste-16-32-seed0, learning rate 0.001\n"
+    scaling.main(["--list", "--sizes", "1.6M", "--only", "s-ste 16:32", "--seeds", "1", "--results", "absent"])
+    assert capsys.readouterr().out == "1.6M-s-ste-16-32-seed1, learning rate 0.002\n"
     with pytest.raises(SystemExit):
         scaling.main(["--steps", "2"])
 
@@ -88,17 +88,29 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     assert losses("whole") == whole  # which are not run again
 
 
+def test_a_run_in_another_dtype_than_its_dense_control_is_left_out(tmp_path, monkeypatch, capsys):
+    (tmp_path / "5.5M-dense-seed0.json").write_text('{"dtype": "bf16"}')
+    for dtype, left in (("bf16", 4), ("fp32", 0)):
+        monkeypatch.setattr(scaling, "dtype", lambda dtype=dtype: dtype)
+        scaling.main(["--list", "--sizes", "5.5M", "--results", str(tmp_path)])
+        assert capsys.readouterr().out.count("learning rate") == left
+
+
 def a_run(size, variant, loss, seed=0, factor=1.0):
     parameters = {"small": 1_000_000, "large": 4_000_000}[size]
     found = {"size": size, "variant": variant, "eval_loss": loss, "seed": seed, "factor": factor}
-    found |= {"parameters": parameters, "tokens": 9 * parameters, "learning_rate": 0.001}
+    found |= {"parameters": parameters, "tokens": 9 * parameters, "learning_rate": 0.001, "dtype": "bf16"}
     return found | {"versions": {"torch": "2"}, "device": "cpu"}
+
+
+FP32 = (("sr-ste", 1.0), ("dense", 1.6))
 
 
 def test_the_page_has_gaps_of_the_same_seed_and_the_dense_model_of_equal_loss(tmp_path):
     runs = [a_run("small", "dense", 4.0), a_run("small", "dense", 4.2, seed=1), a_run("large", "dense", 3.0)]
     runs += [a_run("small", "s-ste", 4.1), a_run("small", "s-ste", 4.4, seed=1), a_run("large", "s-ste", 3.55)]
     runs += [a_run("large", "dense", 3.02, factor=1.6), a_run("large", "sr-ste", 2.9)]
+    runs += [a_run("small", name, 4.5, factor=factor) | {"dtype": "fp32"} for name, factor in FP32]
     for i, run in enumerate(runs):
         (tmp_path / f"{i}-seed.json").write_text(json.dumps(run))
     (tmp_path / "sources.json").write_text('{"a": {"wheel": "a.whl", "licence": "MIT", "characters": 2500000}}')
@@ -107,12 +119,13 @@ def test_the_page_has_gaps_of_the_same_seed_and_the_dense_model_of_equal_loss(tm
     assert "| 4M | 36M | 3.000 | 0.550 | -0.100 |" in text
     assert "| 1M | 3.7% |  |" in text and "| 4M | 18.3% | -3.3% |" in text
     assert "| 4M | 0.50 |  |" in text, "halfway from 4.1 to 3.0 is twice the small model's parameters"
+    assert "; in fp32: small dense seed 0, small sr-ste seed 0." in text and "| small | dense | 0.001 |" not in text
     assert "| large | dense | 0.001 | 1.6 | +0.020 |" in text and "| a.whl | MIT | 2.5 |" in text
 
 
 @pytest.mark.slow
 def test_a_run_begins_again_as_it_did(tmp_path):
-    """The first 250 steps of one, from the packages on: other CPUs round bf16 otherwise, so losses are close."""
+    """The first 250 steps of one, from the packages on: CPUs round otherwise, so losses are close."""
 
     class Stops(TrainerCallback):
         def on_log(self, args, state, control, **kwargs):
