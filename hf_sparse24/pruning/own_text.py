@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ..progress import Progress, get_logger
 from .calibration import evaluating
@@ -52,11 +53,16 @@ def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0)
         raise ValueError(f"the tokenizer has neither {SEPARATOR} nor a bos_token or eos_token to start a text with")
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": start}
     sampling |= {"min_new_tokens": length, "max_new_tokens": length}
-    found = []
+    own, found = model.generation_config, []
     progress = Progress("writing text", count, "sequence", logger.info)
-    with torch.random.fork_rng(), evaluating(model), progress:
-        torch.manual_seed(seed)
-        for begin in torch.full((count, 1), start, device=model.device).split(BATCH):
-            found.append(model.generate(begin, attention_mask=torch.ones_like(begin), **sampling)[:, 1:].cpu())
-            progress.update(len(begin))
+    try:
+        # From the model's own one, `generate` takes what it is not given: a repetition penalty, a number of beams.
+        model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+        with torch.random.fork_rng(), evaluating(model), progress:
+            torch.manual_seed(seed)
+            for begin in torch.full((count, 1), start, device=model.device).split(BATCH):
+                found.append(model.generate(begin, attention_mask=torch.ones_like(begin), **sampling)[:, 1:].cpu())
+                progress.update(len(begin))
+    finally:
+        model.generation_config = own
     return torch.cat(found)

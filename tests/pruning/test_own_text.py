@@ -36,6 +36,15 @@ def test_it_is_sampled_from_the_models_predictions(monkeypatch):
     assert not torch.equal(found, own_text(model, Tokenizer(eos=3), 2000, 2, seed=2))
 
 
+def test_what_a_models_generation_config_asks_for_has_no_part():
+    model = zoo.build("llama", initializer_range=0.3, vocab_size=5, eos_token_id=3)
+    expected = own_text(model, Tokenizer(eos=3), 4, 8)
+    asked = {"repetition_penalty": 5.0, "num_beams": 2, "num_return_sequences": 2, "no_repeat_ngram_size": 2}
+    model.generation_config.update(**asked)
+    assert torch.equal(own_text(model, Tokenizer(eos=3), 4, 8), expected)
+    assert model.generation_config.repetition_penalty == 5.0
+
+
 def test_a_text_starts_where_documents_do(monkeypatch):
     model, starts = zoo.build("llama"), []
     monkeypatch.setattr(model, "generate", lambda ids, **_: starts.append(ids[0, 0].item()) or ids.repeat(1, 2))
