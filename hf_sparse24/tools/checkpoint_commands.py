@@ -78,7 +78,8 @@ def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None
     for path in others:
         copy = Path(directory) / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
-        shutil.copy2(path, copy)
+        if not (copy.exists() and copy.samefile(path)):
+            shutil.copy2(path, copy)
     if not others:
         print(f"{source} has no tokenizer: tokenizer.save_pretrained({str(directory)!r}) adds one")
     return inspect(argparse.Namespace(checkpoint=directory))

@@ -21,7 +21,7 @@ MASTER_BYTES = 4  # of an element of a Parameter, a gradient, and each of AdamW'
 COMPRESSED = 9 / 16  # bytes of a 2:4 matrix for sparse tensor cores over those of the dense one: half, and 2 bits each
 FLOPS_PER_BYTE = 295  # of an H100 SXM, by its data sheet: 989 TFLOPS (dense, bf16) over 3.35 TB/s
 _MASK = 1 / 8  # bytes of an element of a packed mask
-_LONG_RUN = 10_000  # optimizer steps of the run that schedules and refreshes are averaged over
+_LONG_RUN = 10_000  # optimizer steps, at least, of the run that schedules and refreshes are averaged over
 _ASSUMED = (
     "assumed: pruning takes as long as the bytes that it moves, and every GEMM that can be sparse is; activations and "
     "traffic between GPUs are not counted"
@@ -103,12 +103,14 @@ def _summary(plan: Plan, flops_per_byte: int) -> Iterator[str]:
 
 def _averages(method: SparseMethod) -> tuple[float, float]:
     """The share of a long run's steps that are sparse, and how often one of them refreshes masks or scales."""
-    steps = method.schedule(_LONG_RUN)
-    last = min(steps.stop, _LONG_RUN)
+    dense = [getattr(method.settings, name, 0) for name in ("dense_start", "dense_tail")]
+    total = max(_LONG_RUN, 10 * sum(steps for steps in dense if isinstance(steps, int)))
+    steps = method.schedule(total)
+    last = min(steps.stop, total)
     # What is computed when sparsity begins is no cost of a step.
-    refreshed = sum(method.refreshes_state(step, _LONG_RUN) for step in range(steps.start + 1, last + 1))
+    refreshed = sum(method.refreshes_state(step, total) for step in range(steps.start + 1, last + 1))
     sparse = last - steps.start
-    return sparse / _LONG_RUN, refreshed / sparse
+    return sparse / total, refreshed / sparse
 
 
 def _layer_cost(weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes: float, chosen: int) -> LayerCost:

@@ -12,12 +12,14 @@ import math
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sparse24_kernels.cache_folder import write_json
 from torch import Tensor
@@ -33,7 +35,7 @@ from ..pruning.oneshot import oneshot
 from ..pruning.own_text import BATCH, own_text
 from ..tables import text_table
 from ..training.callback import Sparse24Callback
-from ..training.distillation import distill
+from ..training.distillation import DistillationConfig, distill
 from ..training.resume import last_whole_checkpoint
 from .checkpoint_commands import verify_checkpoint
 from .prune_plan import Plan
@@ -73,15 +75,22 @@ def _run(plan: Plan, dense: Any) -> int:
     metrics[last] = measure(plan, last, _load(plan, options.output, "auto"), dense)
     _write_card(plan, model, metrics)
     status = verify_checkpoint(argparse.Namespace(checkpoint=options.output))
-    if status == 0:
-        shutil.rmtree(plan.work)
     rows = [[name, *(f"{value:.4f}" for value in found.values())] for name, found in metrics.items()]
     print(f"\n{text_table([['model', *metrics['dense']], *rows])}\n")
     if plan.steps:
         print("The dense model was not trained on this text: the difference is not what sparsity costs.\n")
     print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {plan.cls.__name__}")
-    print(f"model = {plan.cls.__name__}.from_pretrained({options.output!r})")
+    print(f"model = {plan.cls.__name__}.from_pretrained({options.output!r})", flush=True)
+    if status == 0:
+        _remove(plan.work)
     return status
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder. After Ctrl-C none of its name is left, which the next run would go on from."""
+    done = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    os.replace(folder, done / "done")
+    shutil.rmtree(done)
 
 
 def _load(plan: Plan, source: Any, dtype: Any) -> Any:
@@ -154,17 +163,19 @@ def _prune(plan: Plan, dense: Any, folder: Path) -> None:
 
 def _own_text(plan: Plan, dense: Any) -> Iterator[Tensor]:
     """What the dense model writes, in batches that have a file each: writing takes long, and Ctrl-C loses none."""
-    special = plan.calibration[:1, : plan.tokenizer.num_special_tokens_to_add()]  # such as a bos_token
-    length = plan.calibration.shape[1] - special.shape[1]
+    special = plan.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    begin, end = special.index(0), special[::-1].index(0)  # how many stand around a text, such as a bos_token
+    block = plan.calibration[:1]
+    length = block.shape[1] - begin - end
     for start in range(0, plan.own, BATCH):
         path, number = plan.work / f"own-{start:06}.safetensors", min(BATCH, plan.own - start)
-        if path.exists():
+        try:
             text = load_file(path)["tokens"]
-        else:
+        except (FileNotFoundError, SafetensorError):  # not written yet, or damaged
             text = own_text(dense, plan.tokenizer, number, length, seed=plan.own * plan.options.seed + start)
             with written_whole(path) as unfinished:
                 save_file({"tokens": text}, unfinished)
-        yield torch.cat([special.expand(number, -1), text], 1)
+        yield torch.cat([block[:, :begin].expand(number, -1), text, block[:, begin + length :].expand(number, -1)], 1)
 
 
 def _train(plan: Plan, model: Any, dense: Any) -> None:
@@ -179,7 +190,7 @@ def _train(plan: Plan, model: Any, dense: Any) -> None:
     data["data_collator"] = lambda rows: _batch(plan, torch.stack(rows))
     stop, checkpoint = _Stop(), None
     trainer = Trainer(model, arguments, callbacks=[stop], **data)
-    distill(model, dense)
+    distill(model, dense, DistillationConfig(weight=plan.teacher_weight))
     Sparse24Callback.add_to(trainer)
     with suppress(ValueError):  # there is none
         checkpoint = last_whole_checkpoint(folder)

@@ -19,6 +19,7 @@ from ..training.run_log import RUN_LOG, read_lines
 STATE = "trainer_state.json"
 POINTS = 300  # the most points that a line has; more are averaged
 COLUMNS, ROWS = 120, 48  # the most columns that the map of layers has, and the most layers that have a row each
+LAST_TIME = 10**11  # seconds, in the year 5138: a later time is damage
 LABEL = 40  # the most letters that the name of a row has; of longer names the end is shown
 
 
@@ -75,7 +76,7 @@ def read_run(directory: str | os.PathLike) -> RunFiles:
     """The run log of an output directory, and its `trainer_state.json` of the most steps."""
     root = Path(directory)
     entries = [entry for _, _, entry in read_lines(root / RUN_LOG)]
-    starts = [entry for entry in entries if isinstance(entry.get("layers"), dict)]
+    starts = [entry for entry in entries if _is_start(entry)]
     states = {
         path: read_json(path)
         for path in (root / STATE, *sorted(root.glob(f"checkpoint-*/{STATE}")))
@@ -105,11 +106,18 @@ def read_run(directory: str | os.PathLike) -> RunFiles:
     )
 
 
+def _is_start(entry: dict[str, Any]) -> bool:
+    """Whether a line of a run log says where the run starts or resumes: weights by layer, and perhaps a time."""
+    layers, time = entry.get("layers"), entry.get("time", 0)
+    sizes = layers.values() if isinstance(layers, dict) else [None]
+    return all(isinstance(size, int) for size in sizes) and isinstance(time, int | float) and 0 <= time < LAST_TIME
+
+
 def _flip_rates(entries: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
     names: list[str] = []
     found = {}
     for entry in entries:
-        names = list(entry["layers"]) if isinstance(entry.get("layers"), dict) else names
+        names = list(entry["layers"]) if _is_start(entry) else names
         rates = entry.get("flip_rates")
         if isinstance(rates, list):
             found[entry["step"]] = {n: rate for n, rate in zip(names, rates) if isinstance(rate, int | float)}

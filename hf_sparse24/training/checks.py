@@ -28,7 +28,8 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails.
 
     FSDP1 flattens weights. `cpu_ram_efficient_loading` fails in accelerate 1.15 where a model saves buffers, such as
-    masks and scales. DeepSpeed ZeRO cannot do what some methods need; `patch_model` refuses ZeRO-3.
+    masks and scales. Checkpoints of `SHARDED_STATE_DICT` have no config. DeepSpeed ZeRO cannot do what some methods
+    need; `patch_model` refuses ZeRO-3.
     """
     run = sparse_run(model)
     zero: Any = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -42,6 +43,9 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
     if getattr(plugin, "fsdp_version", 1) != 2:
         way = "`fsdp_version: 2` in accelerate's config file, or fsdp_config={'version': 2}"
         raise ValueError(f"FSDP1 flattens weights: use FSDP2, by {way}")
+    if "SHARDED_STATE_DICT" in str(plugin.state_dict_type):
+        way = "`fsdp_state_dict_type: FULL_STATE_DICT` in accelerate's config file, or state_dict_type in fsdp_config"
+        raise ValueError(f"SHARDED_STATE_DICT: checkpoints lack the config of the sparse model; set {way}")
     state = [name for weight in sparse_weights(model, TRAINED).values() for name in weight.state]
     if plugin.cpu_ram_efficient_loading and state:
         way = "`fsdp_cpu_ram_efficient_loading: false` in its config file, or the same in fsdp_config"

@@ -24,6 +24,7 @@ from ..methods.settings import SHARED
 from ..peft_hooks.origin import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
 from ..run import set_phase, sparse_run
+from ..weights.sharding import is_sharded
 
 logger = get_logger(__name__)
 
@@ -148,7 +149,8 @@ def restore(model: nn.Module, checkpoint: str | Path) -> None:
     Transformers writes experts apart and stacks them in `from_pretrained`. Its Trainer (tried with 5.23) looks for the
     model's own names instead, warns of missing ones, and trains on with experts as they happen to be.
     """
-    if isinstance(model, PreTrainedModel) and _has_other_names(model, checkpoint):
+    is_split = any(is_sharded(parameter) for parameter in model.parameters())  # accelerate loads what it saved itself
+    if isinstance(model, PreTrainedModel) and not is_split and _has_other_names(model, checkpoint):
         logger.warning(f"loading {checkpoint} once more, by from_pretrained, for what the Trainer calls missing keys")
         loaded = type(model).from_pretrained(checkpoint)
         model.load_state_dict(loaded.state_dict(), strict=False)  # a dense one has no state

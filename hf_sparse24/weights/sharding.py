@@ -84,8 +84,9 @@ def cuts(tensor: Tensor, dim: int, unit: int) -> bool:
 
 
 def total(sums: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
-    """The sums over whole tensors, stacked, from those over what this process holds; all processes must call."""
-    result = torch.stack(list(sums))
+    """The sums over whole tensors, stacked on the first one's device, from those over what this process holds; all
+    processes must call."""
+    result = torch.stack([each.to(sums[0].device) for each in sums])
     layouts: dict[Any, list[int]] = {}
     for index, tensor in enumerate(of):
         if is_sharded(tensor):

@@ -35,6 +35,11 @@ def locked(path: Path) -> Iterator[None]:
 def write_json(path: Path, content: Any) -> None:
     """Replace a file completely or not at all, so that no reader sees half of it; its folder is made if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-        json.dump(content, file, indent=1)
-    os.replace(file.name, path)
+    handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with open(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(name, path)
+    except BaseException:  # a full disk, Ctrl-C
+        os.unlink(name)
+        raise

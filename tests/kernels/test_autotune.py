@@ -201,11 +201,12 @@ def test_a_damaged_table_is_refused_until_it_is_deleted(damage):
 
 def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
     path = remember(PROBLEM, measured(1, 50.0))
-    before = path.read_text()
+    before, files = path.read_text(), set(path.parent.iterdir())
     monkeypatch.setattr(cache_folder.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         remember(PROBLEM, measured(2, 50.0))
     assert path.read_text() == before and choose(PROBLEM, CPU).algorithm == Algorithm(1)
+    assert set(path.parent.iterdir()) == files
 
 
 def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):

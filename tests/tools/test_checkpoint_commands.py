@@ -43,6 +43,13 @@ def test_a_checkpoint_is_exported_inspected_and_verified(format, trained, tmp_pa
     assert "50.0%" in printed and ", and 1 file as exported" in printed and "verified: all" in printed
 
 
+def test_an_export_is_replaced_by_another_form_of_itself(trained, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["export", str(trained), out]) == 0
+    assert main(["export", out, out, "--format", "packed"]) == 0
+    assert "\npacked, " in capsys.readouterr().out and (tmp_path / "out" / "tokenizer.json").exists()
+
+
 def test_an_export_without_a_tokenizer_says_so(tmp_path, capsys):
     patched().save_pretrained(tmp_path / "trained")
     assert main(["export", str(tmp_path / "trained"), str(tmp_path / "out")]) == 0

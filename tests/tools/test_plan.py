@@ -70,6 +70,12 @@ def test_masked_decay_and_refreshes_cost_what_they_move():
     assert bytes_per_weight("t-sr-ste") == pytest.approx(t_sr_ste, rel=1e-3)  # the number of refreshes is whole
 
 
+def test_long_dense_phases():
+    model = llama()
+    patch_model(model, Sparse24Config(method="t-sr-ste", dense_start=20_000, dense_tail=0.5))
+    assert plan_step(model, 16).sparse_share == pytest.approx(0.4)
+
+
 def test_break_even():
     """Pruning of a fifth of the time of dense GEMMs is paid back when these take four fifths."""
     assert break_even(1000, 2, 100) == pytest.approx(1.25)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stdlib_text
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertModel, PreTra
 
 from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.tools import prune as module
 from hf_sparse24.tools.prune_plan import make_blocks
 from hf_sparse24.weights.storage import PACKED
 from hf_sparse24_command import main
@@ -268,6 +270,31 @@ def test_blocks_have_the_special_tokens_of_a_text():
     assert blocks.shape == (5, 16) and (blocks[:, 0] == special[0][1]).all() and (blocks[:, -1] == special[1][1]).all()
     assert (blocks == tokenizer.eos_token_id).any()
     assert torch.equal(make_blocks(["one two"] * 60, tokenizer, 16, most=2, seed=0), blocks[:2])
+
+
+def test_own_text_stands_between_the_special_tokens_of_a_text(tmp_path, monkeypatch):
+    tokenizer = stdlib_text.train_tokenizer(TEXTS, 300)
+    special = [("<pad>", tokenizer.convert_tokens_to_ids("<pad>"))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <pad>", special_tokens=special)
+    block = make_blocks(["one two"] * 60, tokenizer, 16, most=1, seed=0)
+    given = {"tokenizer": tokenizer, "calibration": block, "own": 1, "work": tmp_path}
+    plan, written = SimpleNamespace(**given, options=SimpleNamespace(seed=0)), torch.full((1, 15), 7)
+    monkeypatch.setattr(module, "own_text", lambda model, tokenizer, count, length, seed: written[:, :length])
+    (tmp_path / "own-000000.safetensors").write_bytes(b"damaged")
+    (found,) = module._own_text(plan, None)
+    assert found.tolist() == [[7] * 15 + [special[0][1]]]
+    monkeypatch.setattr(module, "own_text", None)
+    assert torch.equal(next(module._own_text(plan, None)), found)  # from its file
+
+
+@pytest.mark.parametrize(("tokens", "weight"), [(100_000, 1 / 3), (100_001, 2 / 3)])
+def test_a_teacher_counts_less_for_few_tokens(tokens, weight, models, tmp_path, monkeypatch):
+    long = write(tmp_path / "long.txt", "one two three " * 20_000)
+    seen = []
+    monkeypatch.setattr(module, "_claim", lambda plan, dense: seen.append(plan.teacher_weight) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(arguments(models / "llama", long, tmp_path / "out", tokens=tokens))
+    assert seen == [weight]
 
 
 def write(path: Path, content: str | bytes) -> str:

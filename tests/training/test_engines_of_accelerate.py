@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
 from hf_sparse24.training.checks import check_engine
 
+FSDP2 = {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}
+
 
 def accelerator(**plugin) -> SimpleNamespace:
     """As much of an Accelerator as these functions look at."""
@@ -33,11 +35,18 @@ def test_loading_that_sends_no_buffers_is_refused():
     model, without_state = zoo.build("llama"), zoo.build("llama")
     patch_model(model, Sparse24Config(method="s-ste"))
     patch_model(without_state, Sparse24Config(method="sr-ste"))
-    check_engine(accelerator(fsdp_version=2, cpu_ram_efficient_loading=False), model)
-    efficient = accelerator(fsdp_version=2, cpu_ram_efficient_loading=True)
+    check_engine(accelerator(**FSDP2, cpu_ram_efficient_loading=False), model)
+    efficient = accelerator(**FSDP2, cpu_ram_efficient_loading=True)
     check_engine(efficient, without_state)
     with pytest.raises(ValueError, match=r"'scale'.*`fsdp_cpu_ram_efficient_loading: false`"):
         check_engine(efficient, model)
+
+
+def test_checkpoints_without_a_config_are_refused():
+    model = zoo.build("llama")
+    patch_model(model)
+    with pytest.raises(ValueError, match=r"SHARDED_STATE_DICT.* `fsdp_state_dict_type: FULL_STATE_DICT`"):
+        check_engine(accelerator(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT"), model)
 
 
 def test_fsdp2_as_accelerate_wraps():
@@ -48,7 +57,7 @@ def test_fsdp2_as_accelerate_wraps():
 def _wrapped(rank, world):
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(**settings("t-sr-ste")))
-    engine = accelerator(fsdp_version=2, cpu_ram_efficient_loading=False)
+    engine = accelerator(**FSDP2, cpu_ram_efficient_loading=False)
     engine.torch_device_mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     engine.parallelism_config = SimpleNamespace(fsdp_dim_names=("dp",))
     model = fsdp2_prepare_model(engine, model)

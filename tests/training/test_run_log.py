@@ -202,7 +202,12 @@ def test_a_run_that_logs_nothing_leaves_the_file_of_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"step": 7, "flip_ra', "[]", "\udcff", '{"step": "7", "loss": 1}', '{"step": 7, "flip_rates": null}']
+    "line",
+    [
+        *('{"step": 7, "flip_ra', "[]", "\udcff", '{"step": "7", "loss": 1}', '{"step": 7, "flip_rates": null}'),
+        *(f'{{"step": 7, "time": {time}, "layers": {{"c": 8}}}}' for time in ("null", "1e20", "NaN")),
+        '{"step": 7, "time": 2, "layers": {"c": "8"}}',
+    ],
 )
 def test_lines_that_no_run_wrote(tmp_path, line):
     good = ['{"step": 0, "time": 1.5, "layers": {"a": 8, "b": 8}}', '{"step": 8, "loss": 1, "flip_rates": [0.5, null]}']

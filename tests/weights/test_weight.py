@@ -13,6 +13,7 @@ from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
 from hf_sparse24.layers.sparse_module import make_dense
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import SparseRun, set_phase
+from hf_sparse24.weights.sharding import total
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
 EXPERTS, OUT, IN = 3, 16, 8
@@ -143,6 +144,11 @@ def test_layers_of_other_names_share_a_compiled_graph(name, parts):
         for layer in layers:
             layer.compile(backend="eager", fullgraph=True)
         model(**zoo.batch())
+
+
+def test_sums_over_weights_on_several_devices():
+    weights = [torch.ones(4, device="meta"), torch.ones(4)]
+    assert total([weight.sum() for weight in weights], weights).device.type == "meta"  # of the first one
 
 
 def test_two_weights_of_one_module_keep_their_state_apart():
