@@ -95,7 +95,7 @@ def test_the_page_compares_with_the_dense_control_of_as_many_tokens(tmp_path):
     for i, run in enumerate(found):
         (tmp_path / "runs" / f"{i}.json").write_text(json.dumps(run))
     text = pretrained_page.page(tmp_path)
-    assert "leaves 0.50 on validation" in text  # half of SparseGPT's gap
+    assert "in log-perplexity: 0.50 on validation" in text  # half of SparseGPT's gap
     assert "| `fixed-mask` | 30,000 | 0.0002 | 1.11 [1.11, 1.11] |" in text  # exp(0.1)
     assert "3.050 [3.000, 3.100]" in text  # two seeds
     over, light = "| `fixed-mask, teacher` | 30,000 | 0.000", "| `fixed-mask, teacher at 1/3` | 30,000 | 0.000"
