@@ -98,8 +98,9 @@ wheel: .venv/.release-installed
 cpu-test: .venv/.test-installed
 	$(BIN)/python -m pytest -q tests/kernels/cpu
 
+# Not runs/, where trained models are.
 clean:
-	rm -rf .venv runs build dist *.egg-info
+	rm -rf .venv build dist *.egg-info
 
 # One stamp per extra, made anew when what it installs changes.
 .venv/.%-installed: setup.cfg constraints.txt

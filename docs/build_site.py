@@ -190,8 +190,8 @@ _SPARSE = (
     "How many times as fast as dense math a training step and its GEMMs are on a CPU in fp32, with sparse GEMMs: the "
     "median of the rounds, and in brackets the lowest and the highest. Above 1 is faster."
 )
-_NOTES = """- `backend="cpu"` takes the kernels that skip zeros. `"auto"` takes the GEMMs that `hf-sparse24 tune MODEL --dtype
-  fp32` found faster.
+_NOTES = """- `backend="cpu"` takes the kernels that skip zeros. `"auto"` takes the GEMMs that `hf-sparse24 tune MODEL
+  --dtype fp32` found faster.
 - The time of a GEMM has packing its sparse operand in it. That of a step has pruning, MVUE and the optimizer too.
 - `avx2` limits MKL, oneDNN, torch and our kernels alike.
 - bf16 stays dense: where a CPU has it, dense bf16 is faster than any of this."""

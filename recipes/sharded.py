@@ -141,6 +141,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     check_toy_data((model_args, data_args))
     if sparse_args.method == "dense":
         raise UsageError("method='dense': this script trains sparse models; train.py makes the control run")
+    if args.fp16 or data_args.streaming:
+        raise UsageError("fp16 and streaming are for train.py; here take bf16, and streaming: false")
     if args.max_steps < 1:
         raise UsageError(f"max_steps={args.max_steps}: must be given, and at least 1")
     rank, world, output = args.process_index, args.world_size, Path(args.output_dir)
@@ -153,7 +155,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     optimizer = make_optimizer(model, args)
     controller = Sparse24Controller(model, optimizer, args.max_steps, seed=args.seed, metrics_interval=10)
     warmup = args.get_warmup_steps(args.max_steps)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, args.max_steps)
+    shape = args.lr_scheduler_kwargs
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, args.max_steps, scheduler_specific_kwargs=shape)
     resume(output, model, optimizer, controller, schedule)
     saves = args.save_strategy != SaveStrategy.NO
 

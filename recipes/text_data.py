@@ -4,7 +4,7 @@ import glob
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from arguments import UsageError
@@ -35,6 +35,7 @@ class DataArguments:
     block_size: int = field(default=512, metadata={"help": "Tokens per training sequence."})
     mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens to predict, objective masked."})
     max_samples: int | None = field(default=None, metadata={"help": "Read this many documents of each split at most."})
+    max_validation_samples: int | None = field(default=None, metadata={"help": "The same, of validation data alone."})
     streaming: bool = field(default=False, metadata={"help": "Read while training; needs max_steps."})
     num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
 
@@ -47,6 +48,8 @@ class DataArguments:
             raise UsageError("both of validation_file and validation_split given; give one")
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise UsageError(f"validation_split={self.validation_split!r}: a fraction must be between 0 and 1")
+        if self.held_out is not None and self.max_validation_samples is not None:
+            raise UsageError("max_validation_samples is for validation_file and for a split by its name")
         if self.held_out is not None and self.streaming:
             raise UsageError(
                 f"validation_split={self.validation_split!r}: a stream has no length to take a fraction of; "
@@ -160,5 +163,7 @@ def make_datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed:
         return train.select(range(cut)), train.select(range(cut, len(train)))
     if args.validation_file is None and args.validation_split is None:
         return train, None
-    held_out = load_text(args.validation_file or args.dataset, args, args.validation_split or "train")
+    most = args.max_validation_samples or args.max_samples
+    source, split = args.validation_file or args.dataset, args.validation_split or "train"
+    held_out = load_text(source, replace(args, max_samples=most), split)
     return train, make_blocks(held_out, tokenizer, args)

@@ -1,6 +1,6 @@
 """`make gpu`: kernels, GEMMs, layers and models timed on a GPU within a given time. Needs PyTorch and Triton.
 
-    python recipes/benchmarks/gpu.py [--minutes 8.5] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
+    python recipes/benchmarks/gpu.py [--minutes 40] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
 Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, layers, mlps, papers,
 trainer, inference, and models for the last five, which need Transformers. `papers` has the sizes of published speed
@@ -28,6 +28,7 @@ if __name__ == "__main__":
         sys.exit(f"{sys.executable} has no {missing[0]}, which make gpu needs: choose one with GPU_PYTHON=...")
 
 import torch
+from sparse24_kernels.dispatch import KERNEL_DTYPES, choose_kernels
 
 from recipes.benchmarks import gemms, models, modules, operations
 from recipes.benchmarks.sections import Run, Section, clean
@@ -55,7 +56,7 @@ def chosen(names: str) -> list[Section]:
 def main(arguments: list[str], machine: Any = None) -> int:
     """Run the command line and return the exit code. Tests pass a machine."""
     parser = argparse.ArgumentParser(description="Time kernels, GEMMs, layers and models on a GPU.")
-    parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
+    parser.add_argument("--minutes", type=float, default=40, help="time for everything after the kernels' first check")
     parser.add_argument("--sections", type=chosen, default=",".join(GROUPS), help="any of " + ",".join(GROUPS))
     parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/gpu", help="folder of the results")
     parser.add_argument("--only", default="", help="only what has this text in its name")
@@ -70,6 +71,8 @@ def main(arguments: list[str], machine: Any = None) -> int:
             print(f"torch of {sys.executable} sees no CUDA device: set GPU_PYTHON=..., or GPU_ARGS=--list")
             return 2
         machine = Cuda()
+        for dtype in KERNEL_DTYPES:  # a new machine checks its kernels for minutes, which no row's limit allows for
+            choose_kernels(machine.device, dtype, operator="prune")
         # A kernel that hangs takes the main thread with it, signals or not. What was measured is on disk.
         faulthandler.dump_traceback_later(60 * options.minutes + 60, exit=True)
     words = ["DIR" if word == str(options.output) else word for word in arguments]

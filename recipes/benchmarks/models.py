@@ -21,7 +21,9 @@ from .sections import NOT_RUN, Row, Run, Section
 from .variants import environment
 
 WARM_UP, STEPS, REFRESH_EVERY = 3, 8, 40
-GPT2 = {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024}
+GPT2: dict[str, Any] = {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024}
+GPT2 |= {"activation_function": "gelu_pytorch_tanh"}  # what `gelu_new` keeps for its gradient would fill the memory
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 GPT2_350M = GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16}
 GPT2_124M = GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12}
 RUNS = {"Llama 1B": (8, 2048, "LlamaConfig", LLAMA), "GPT-2 774M": (16, 1024, "GPT2Config", GPT2)}

@@ -67,7 +67,8 @@ def test_validation(tmp_path, tokenizer, text_file):
     assert validation_blocks == math.ceil((train_blocks + validation_blocks) * 0.1)
     metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text())
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
-    own_file = train.main(flags(tmp_path, text_file, tokenizer, validation_file=jsonl(tmp_path / "v.jsonl", TEXTS[:5])))
+    validation = {"validation_file": jsonl(tmp_path / "v.jsonl"), "max_validation_samples": 5}
+    own_file = train.main(flags(tmp_path, text_file, tokenizer, **validation))
     assert 0 < len(own_file.eval_dataset) < len(own_file.train_dataset)
     few = train.main(flags(tmp_path, jsonl(tmp_path / "t.jsonl"), tokenizer, max_samples=3))
     assert len(few.train_dataset) < train_blocks / 5

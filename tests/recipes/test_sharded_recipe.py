@@ -137,7 +137,11 @@ def test_going_on_with_another_method(flags, uninterrupted, tmp_path):
 
 @pytest.mark.parametrize(
     "flag, message",
-    [("--method=dense", "train.py makes the control run"), ("--max_steps=0", "max_steps=0: must be given")],
+    [
+        ("--method=dense", "train.py makes the control run"),
+        ("--max_steps=0", "max_steps=0: must be given"),
+        ("--streaming=true", "fp16 and streaming are for train.py"),
+    ],
 )
 def test_wrong_flags(flags, tmp_path, flag, message, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "recipes")
