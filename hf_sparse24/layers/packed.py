@@ -28,8 +28,9 @@ from .experts import PackedExperts
 from .made_classes import made_class
 from .sparse_module import PackedModule, reject_other_graphs
 
-# Of the dense gradient that a packed master makes at a time: it stays in a CPU's cache until its values are taken.
-BLOCK_BYTES = 4 << 20
+# Of the dense gradient that a packed master makes at a time. On a CPU it stays in the cache until its values are taken;
+# on a GPU each block waits for the device, so that few large ones are better.
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 ROWS = 32  # it has a multiple of these
 
 
@@ -70,10 +71,10 @@ def _grad_input_weight(packed: Packed, dtype: torch.dtype, method: Any) -> Tenso
 
 
 def _grad_values(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:
-    """dW = dZ^T X at the kept places, some rows at a time, so that no dense gradient is there."""
+    """dW = dZ^T X at the kept places, `BLOCK_BYTES` of the dense gradient at a time."""
     out, inputs = grad.shape[1], x.shape[1]
     values = torch.empty_like(packed.values)
-    step = max(ROWS, BLOCK_BYTES // (inputs * x.element_size()) // ROWS * ROWS)
+    step = max(ROWS, BLOCK_BYTES.get(x.device.type, BLOCK_BYTES["cuda"]) // (inputs * x.element_size()) // ROWS * ROWS)
     for top in range(0, out, step):
         some = slice(top, top + step)
         values[some] = gather_nm(grad[:, some].t() @ x, packed.mask[some])

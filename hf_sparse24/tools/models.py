@@ -55,7 +55,9 @@ def local_files(checkpoint: str, patterns: Sequence[str] = WEIGHTS) -> Path:
     if os.path.isdir(checkpoint):
         return Path(checkpoint)
     try:
-        return Path(snapshot_download(checkpoint, allow_patterns=list(patterns)))
+        # What lies in folders, such as a training checkpoint, is not read; a pattern's `*` takes "/" too.
+        others = [f"*/{pattern}" for pattern in WEIGHTS]
+        return Path(snapshot_download(checkpoint, allow_patterns=list(patterns), ignore_patterns=others))
     except (OSError, ValueError) as error:  # of the Hub: no such name, no network
         reason = str(error).strip().splitlines()[0]
         way = f"the Hub does not give it ({reason}): give the path of a directory"

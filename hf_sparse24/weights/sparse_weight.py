@@ -23,6 +23,7 @@ from typing import Any, Self, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
+from sparse24_kernels.formats import empty_mask
 from torch import Tensor, nn
 
 from . import sharding
@@ -153,7 +154,7 @@ class SparseWeight:
             mask = sharding.local(sharding.split_like(self.mask(), self.master)).to(local.device)
             return kernels.pack_bits(mask) if packed else mask
         if not local.numel():  # there may be more processes than rows
-            return torch.zeros(0, dtype=torch.uint8 if packed else torch.bool)
+            return empty_mask(local, packed)
         state = {name: x if storage.is_split else storage.split(x) for name, x in self.state.items()}
         views = storage.views(local, {name: sharding.local(x).to(local.device) for name, x in state.items()})
         return storage.stacked([method_mask(self.method, view, packed) for view in views])

@@ -34,6 +34,9 @@ from .cache_folder import cache_folder, locked, write_json
 SECONDS = defaultdict(lambda: 120, cpu=10)
 """That the check of one operator may take, by the type of the device. On GPUs it is compiled first."""
 
+_PASSING = ("OutOfMemoryError", "ended its process: Killed")
+"""In what ends a check and says nothing of the kernel: such a verdict holds for this process alone."""
+
 _SPAWNED = """
 import importlib.util, json, sys
 package, file, sys.path[:], arguments = json.loads(sys.argv[1])
@@ -122,7 +125,8 @@ def _look_up(digest: str, facts: dict[str, str], subject: Subject, again: bool) 
                 if subject.device.type != "cpu":
                     _log.warning(f"checking {subject.name} on {facts['device']} ({facts['dtype']}), once: some seconds")
                 kept = _checked(subject)
-                write_json(path, {"environment": facts, "verdicts": kept})
+                if not any(word in reason for reason in kept.values() for word in _PASSING):
+                    write_json(path, {"environment": facts, "verdicts": kept})
     except (OSError, RuntimeError, ImportError):  # no folder to write to, no locks: each process checks
         pass
     return kept or _checked(subject)

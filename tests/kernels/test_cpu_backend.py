@@ -9,6 +9,8 @@ from sparse24_kernels.gemm import autotune, compress, cpu_kernels, linear_proble
 from sparse24_kernels.gemm.cpu import CPU
 from sparse24_kernels.prune import prune_forms
 
+from hf_sparse24 import Sparse24Config, patch_model
+
 HERE = torch.device("cpu")
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="no kernels for this CPU")
 
@@ -35,6 +37,14 @@ def test_linear(tokens, out, inputs):
     for matrix in (weight, weight.t().contiguous().t()):  # row-major, and the transpose of what is
         result = kernels.sparse_linear(x, compress(matrix, found), bias, plan=found)
         torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
+def test_no_tokens():
+    model = torch.nn.ModuleList([torch.nn.Linear(64, 32)])
+    patch_model(model, Sparse24Config(target_modules="all-linear", backend="cpu"))
+    output = model[0](torch.randn(0, 64, requires_grad=True))
+    output.sum().backward()
+    assert output.shape == (0, 32) and not model[0].weight.grad.any()
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 5, 32), (33, 70, 96), (200, 300, 1056)])

@@ -136,6 +136,18 @@ def test_a_check_that_cannot_be_kept_is_made_once(cache, monkeypatch):
     assert len(checked) == 1
 
 
+@pytest.mark.parametrize(
+    "reason", ["OutOfMemoryError: CUDA out of memory", "it ended its process: Killed", "nan, not 1"]
+)
+def test_a_machine_without_memory_says_nothing_of_a_kernel(reason, cache, monkeypatch):
+    checked = []
+    monkeypatch.setattr(first_use, "_checked", lambda subject: checked.append(subject) or {"a": reason})
+    for _ in range(2):
+        forget()
+        assert first_use.verdicts(first_use.Subject("mine", ("a",), CPU, torch.float32, str)) == {"a": reason}
+    assert len(checked) == (1 if reason.startswith("nan") else 2)
+
+
 def test_the_caller_s_modes_are_not_the_check_s(cache):
     if isinstance(LIBRARY, str):
         pytest.skip(LIBRARY)

@@ -221,3 +221,13 @@ def test_releases_that_allocate_no_padding_take_sizes_that_have_none(monkeypatch
     monkeypatch.setattr(cusparselt, "_torch_allocates_padding", lambda: False)
     assert "multiples of 128, not 64 x 256" in cusparselt.unsupported_matrix(64, 256, torch.bfloat16)
     assert cusparselt.unsupported_matrix(128, 256, torch.bfloat16) is None
+
+
+def test_one_gpu_a_process(monkeypatch):
+    """torch's handle of the library is of the GPU that it ran on first."""
+    monkeypatch.setattr(cusparselt, "_unsupported_device", lambda device: None)
+    monkeypatch.setattr(cusparselt, "_first_gpu", [])
+    first, second = torch.device("cuda", 1), torch.device("cuda", 0)
+    cusparselt.library_columns(128, 128, torch.bfloat16, first)
+    assert cusparselt.unsupported_device(first) is None
+    assert cusparselt.unsupported_device(second) == "cuSPARSELt runs on one GPU in a process, here on cuda:1"

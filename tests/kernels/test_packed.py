@@ -5,6 +5,7 @@ import sparse24_kernels as kernels
 import torch
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels import Packed, gpu
+from sparse24_kernels.cpu import limits
 from sparse24_kernels.gemm import GemmPlan, compress, linear_problem, mm_problem, plan_packed
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE
@@ -37,6 +38,17 @@ def test_dense_math_on_a_packed_weight_has_the_bits_of_dense_math(dtype, dense_m
         assert torch.equal(kernels.packed_linear(x, packed), F.linear(x, weight))
         for plan in (None, KERNEL):  # without kernels, what stands for the kernel is dense math too
             assert torch.equal(kernels.packed_linear(x, packed, bias, plan=plan), F.linear(x, weight, bias))
+
+
+def test_torch_compile_asks_for_the_limit_of_the_layer(monkeypatch):
+    """Dynamo once handed on an empty tuple: whatever a machine had measured was not found."""
+    asked, most_tokens = [], limits.most_tokens
+    monkeypatch.setattr(limits, "most_tokens", lambda layer: asked.append(layer) or most_tokens(layer))
+    monkeypatch.setattr(packed_gemm, "unsupported_device", lambda device, dtype: None)
+    packed = kernels.pack_nm(torch.randn(48, 64))
+    torch.compile(lambda x: kernels.packed_linear(x, packed), backend="eager", fullgraph=True)(torch.randn(3, 64))
+    has_kernels = packed_gemm.choose_kernels(CPU).implementation == "cpu"
+    assert {tuple(each) for each in asked} == ({("float32", "float32", "2:4", 48, 64)} if has_kernels else set())
 
 
 def test_a_stack_is_packed_matrix_by_matrix():

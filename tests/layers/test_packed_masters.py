@@ -46,7 +46,7 @@ def _largest(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", [1, 40 * 8 * 33, 1 << 30])  # one block of rows, two, all
 def test_the_gradients_are_those_of_the_formulas(block, monkeypatch):
-    monkeypatch.setattr(packed_layers, "BLOCK_BYTES", block)
+    monkeypatch.setitem(packed_layers.BLOCK_BYTES, "cpu", block)
     monkeypatch.setattr(packed_layers, "ROWS", 8)
     model, weights = made()
     assert [type(layer) for layer in model.layers] == [PackedLinear, PackedConv1D]
@@ -83,7 +83,7 @@ def test_a_weight_of_its_own_for_grad_input(monkeypatch):
 
 def test_no_dense_gradient_is_made(monkeypatch):
     """Nor a dense weight, where nothing asks for the gradient of the input."""
-    monkeypatch.setattr(packed_layers, "BLOCK_BYTES", 1)
+    monkeypatch.setitem(packed_layers.BLOCK_BYTES, "cpu", 1)
     monkeypatch.setattr(packed_layers, "ROWS", 8)
     model = nn.ModuleList([nn.Linear(64, 96)])
     patch_model(model, CONFIG)

@@ -28,9 +28,10 @@ def test_conv1d_whose_groups_lie_in_two_processes(method):
     check_equal(2, "gpt2", settings(method), "fsdp2", sizes=ODD)
 
 
-def test_four_processes_of_which_some_hold_nothing():
-    sizes = {"hidden_size": 32, "intermediate_size": 12}
-    check_equal(4, "llama", settings("t-sr-ste"), "fsdp2", sizes=sizes)
+@pytest.mark.parametrize("method", ["t-sr-ste", "fixed-mask"])
+def test_four_processes_of_which_some_hold_nothing(method):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6}  # k_proj's 6 rows are split 2, 2, 2, 0
+    check_equal(4, "llama", settings(method), "fsdp2", sizes={"hidden_size": 32, "intermediate_size": 12} | heads)
 
 
 def test_cpu_offloading_and_no_resharding():

@@ -180,9 +180,9 @@ def _unmeasured(reason: str) -> Verdict:
 
 
 @torch.compiler.assume_constant_result
-def wrong_default(problem: GemmProblem, device: torch.device) -> str | None:
+def wrong_default(device: torch.device, dtype: torch.dtype, transposed: bool) -> str | None:
     """Why cuSPARSELt's default algorithm is not trusted where nothing was measured; None where it is right."""
-    reason = first_use.verdicts(subject(device, problem.dtype))["linear" if problem.transposed else "mm"]
+    reason = first_use.verdicts(subject(device, dtype))["linear" if transposed else "mm"]  # Dynamo hands on no tuple
     return f"cuSPARSELt failed its check on first use: {reason}" if reason else None
 
 

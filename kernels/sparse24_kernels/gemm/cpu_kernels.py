@@ -56,7 +56,7 @@ def unsupported_matrix(k: int, dtype: torch.dtype) -> str | None:
     """Why a 2:4 matrix with `k` columns is not multiplied, or None where it is."""
     if dtype != torch.float32:
         return f"the sparse GEMMs of CPUs run in fp32, not {dtype}"
-    return f"a CPU contracts multiples of {OPERAND_MULTIPLE}, not {k}" if k % OPERAND_MULTIPLE else None
+    return f"a CPU contracts multiples of {OPERAND_MULTIPLE}, not {k}" if k % OPERAND_MULTIPLE or not k else None
 
 
 @torch.no_grad()

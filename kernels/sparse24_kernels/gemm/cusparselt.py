@@ -7,6 +7,8 @@ torch's operators leave some work to the caller, which is done here:
 * A dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides.
 * m and k must be multiples of 16, or the library refuses them; n should be, or the library is slow: n is padded here.
 * Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `measure.py`.
+* Each thread has one handle of the library, of the GPU that it ran on first (pytorch PR 189048 has one for each GPU): a
+  process uses one GPU.
 """
 
 from functools import cache
@@ -28,7 +30,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
 def unsupported_device(device: torch.device) -> str | None:
     """Why cuSPARSELt cannot run on `device`, or None where it can."""
-    return _unsupported_device(device)
+    reason = _unsupported_device(device)
+    if reason is None and _first_gpu and _index(device) != _first_gpu[0]:
+        return f"cuSPARSELt runs on one GPU in a process, here on cuda:{_first_gpu[0]}"
+    return reason
 
 
 @cache
@@ -83,7 +88,12 @@ def compress_by_library(matrix: Tensor) -> Tensor:
     return torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
 
 
+_first_gpu: list[int] = []
 _columns: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def unpadded_columns(k: int) -> int:
@@ -95,10 +105,12 @@ def unpadded_columns(k: int) -> int:
 def library_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many columns the library's compressed `[m, k]` has. Compresses zeros to see, once per size, and never inside
     CUDA graph capture."""
+    if device.type == "cuda":
+        device = torch.device("cuda", _index(device))
+        if not _first_gpu:  # every plan and every matrix comes by here
+            _first_gpu.append(device.index)
     if device.type == "meta" or (m % UNPADDED == 0 and k % UNPADDED == 0):
         return unpadded_columns(k)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     size = (m, k, dtype, device)
     if size not in _columns:
         _columns[size] = compress_by_library(torch.zeros(m, k, dtype=dtype, device=device)).shape[1]

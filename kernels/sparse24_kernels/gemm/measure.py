@@ -137,9 +137,12 @@ def capture(call: Callable[[], Result]) -> tuple[Callable[[], object], Result]:
     with torch.cuda.stream(stream):
         call()  # what is done only once, such as loading kernels, is not captured
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            result = call()
+    finally:  # what cannot be captured would leave its stream the current one
+        torch.cuda.set_stream(before)
     return graph.replay, result
 
 

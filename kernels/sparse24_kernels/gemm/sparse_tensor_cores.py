@@ -32,7 +32,7 @@ class CusparseltBackend(GemmBackend):
             return verdict.reason
         algorithm, wrong = verdict.algorithm, None
         if not verdict.measured:
-            algorithm, wrong = Algorithm(), autotune.wrong_default(problem, device)
+            algorithm, wrong = Algorithm(), autotune.wrong_default(device, problem.dtype, problem.transposed)
         if algorithm is None or wrong:
             return f"requested; {wrong or verdict.reason}"
         _columns(problem.m, problem.k, problem.dtype, device)  # asks the library now, not during CUDA graph capture
