@@ -43,7 +43,7 @@ def write_safetensors(
 ) -> str:
     """Write a file and return its sha256. `like` has meta tensors of the dtypes and shapes to come, in the same order.
 
-    Each tensor is written and released before the next one is asked for. ValueError: one is not as described.
+    Each tensor is released when the next one is there. ValueError: one is not as described.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

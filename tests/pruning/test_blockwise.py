@@ -192,6 +192,9 @@ def test_batches_of_any_length_with_and_without_masks(reconstruct):
     )
     assert {layer.tokens for layer in mixed.layers} == {2 * 16 + 4 * 24 + 2 * 16 + 2 * 24}
     assert [layer.tokens for layer in mixed.layers] == [layer.tokens for layer in even.layers]
+    for one, two in zip(mixed.layers, even.layers):
+        assert one.error == pytest.approx(two.error, rel=1e-3)
+    assert len(mixed.blocks) == (2 if reconstruct == "block" else 0)
     for one, two in zip(mixed.blocks, even.blocks):
         assert one.error < one.pruned_error
         assert (one.pruned_error, one.error) == pytest.approx((two.pruned_error, two.error), rel=1e-3)

@@ -71,7 +71,7 @@ def _wrapped(rank, world):
         optimizer.zero_grad()
     masks = ranks.state_of(model)["masks"]
     seen = [None] * world
-    torch.distributed.all_gather_object(seen, {name: mask.sum().item() for name, mask in masks.items()})
+    torch.distributed.all_gather_object(seen, {name: mask.tolist() for name, mask in masks.items()})
     return phases, seen[0] == seen[1]
 
 

@@ -28,10 +28,17 @@ def test_conv1d_whose_groups_lie_in_two_processes(method):
     check_equal(2, "gpt2", settings(method), "fsdp2", sizes=ODD)
 
 
-@pytest.mark.parametrize("method", ["t-sr-ste", "fixed-mask"])
-def test_four_processes_of_which_some_hold_nothing(method):
+@pytest.mark.parametrize("method", ["sr-ste", "fixed-mask"])
+def test_four_processes_of_which_one_holds_nothing(method):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6}  # k_proj's 6 rows are split 2, 2, 2, 0
     check_equal(4, "llama", settings(method), "fsdp2", sizes={"hidden_size": 32, "intermediate_size": 12} | heads)
+
+
+@pytest.mark.slow
+def test_masks_that_are_gathered_where_some_processes_hold_nothing():
+    """Those of transposable masks: k_proj's 4 rows are split 1, 1, 1, 1, 0, 0, 0, 0."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    check_equal(8, "llama", settings("t-sr-ste"), "fsdp2", sizes={"hidden_size": 32, "intermediate_size": 12} | heads)
 
 
 def test_cpu_offloading_and_no_resharding():

@@ -122,9 +122,12 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
 def test_accumulation_equals_one_big_batch(tmp_path):
     """Masked decay included: it does not depend on the number of micro-batches. (Not MVUE: its samples do.)"""
     config = Sparse24Config(method="sr-ste", masked_decay=0.1)
-    whole = train(tmp_path, config=config, per_device_train_batch_size=4, optim="sgd")
-    parts = train(tmp_path, config=config, gradient_accumulation_steps=4, per_device_train_batch_size=1, optim="sgd")
+    sizes = ({"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1})
+    whole, parts = (train(tmp_path, config=config, optim="sgd", learning_rate=0.1, **each) for each in sizes)
     torch.testing.assert_close(weights(whole.model), weights(parts.model))
+    other = Sparse24Config(method="sr-ste", masked_decay=0.4)
+    moved = weights(train(tmp_path, config=other, optim="sgd", learning_rate=0.1, **sizes[0]).model)
+    assert (moved - weights(whole.model)).abs().max() > 1e-4, "the decay would not be seen"
 
 
 def test_micro_batches_draw_their_own_samples(tmp_path):
