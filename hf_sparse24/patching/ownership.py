@@ -96,7 +96,8 @@ def is_dequantized(model: nn.Module) -> bool:
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
     """Name the layers that are sparse in the owner's config, or remove the config's entry if none are."""
-    names = [layer_name(name) for name in sparse_weights(owner, TRAINED)]
+    # Without the names that adapters around the layers give: they will not be there when the config is read.
+    names = [layer_name(name).replace(".base_layer", "") for name in sparse_weights(owner, TRAINED)]
     list_masters(owner, run)
     if not names:
         if run.facts.packed is not None:

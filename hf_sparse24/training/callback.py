@@ -11,6 +11,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.training_args import TrainingArguments
 
 from ..checkpoints.card import describe_checkpoint
+from ..patching.ownership import adopt
 from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
@@ -96,6 +97,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             def load_and_tell(checkpoint: str | None) -> None:
                 """With every engine the Trainer calls it with the checkpoint's directory before `on_train_begin`."""
                 if checkpoint is not None:
+                    adopt(cast(nn.Module, trainer.model))  # as the checkpoint's config names layers
                     # Before the optimizer of another method is loaded.
                     check_resumed(cast(nn.Module, trainer.model), checkpoint, warn=False)
                     callback.checkpoint = checkpoint
@@ -153,7 +155,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         states: Any = state.stateful_callbacks  # by the names of classes
         saved = states.get(type(self).__name__, {})  # none where another trainer began the run
         states.setdefault(type(self).__name__, self.state())
-        if saved.get("controller"):
+        if state.global_step and saved.get("controller"):  # in a new run it is of this trainer's last one
             of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
             self.controller.load_state_dict(saved["controller"] | of_this_run)
         records = state.is_world_process_zero and args.logging_strategy != "no"

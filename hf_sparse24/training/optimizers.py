@@ -50,7 +50,9 @@ def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: Any) ->
         return
     names = {id(weight.master): name for name, weight in weights.items() if weight.master.dtype.itemsize < 4}
     for group in optimizer.param_groups:
-        rate = float(group.get("initial_lr", group.get("lr", 0)))  # a warm-up begins below it
+        rate = float(
+            group.get("initial_lr", group.get("lr")) or 0
+        )  # a warm-up begins below it; Adafactor may have none
         for parameter in group["params"] if "betas" in group else ():
             if id(parameter) not in names:
                 continue
@@ -78,8 +80,8 @@ class TorchOptimizer:
             values, gradient = local(weight.master), local_gradient(weight.master)
             if gradient is None or not values.numel():  # there may be more processes than rows
                 continue
-            rate = groups.get(id(weight.master), {}).get("lr", 0.0)
-            pieces.append(Piece(name, values, gradient, rate, partial(mask, name)))
+            rate = groups.get(id(weight.master), {}).get("lr")
+            pieces.append(Piece(name, values, gradient, float(rate or 0), partial(mask, name)))
         return pieces
 
     def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:

@@ -90,6 +90,8 @@ class Sparse24Trainer(Trainer):
         self.sparse24_config = sparse24_config
         self.patch_report: PatchReport | None = None
         self.decay_tuning: DecayTuning | None = None
+        self._teaching: tuple[Any, DistillationConfig | None] | None = None
+        self._own_optimizer: optim.Optimizer | None = None
         if teacher is None and distillation is not None:
             raise ValueError(f"distillation={distillation!r} without a teacher; pass teacher=, or leave both out")
         if model is not None:
@@ -99,12 +101,15 @@ class Sparse24Trainer(Trainer):
         super().__init__(model, args, *trainer_args, **kwargs)
         if teacher is not None:
             _check_own_loss(self)
-            distill(model_of(self), teacher, distillation, self.processing_class)
+            distiller = distill(model_of(self), teacher, distillation, self.processing_class)
+            self._teaching = distiller.teacher.model, distillation
         self.sparse24_callback = Sparse24Callback.add_to(self)
 
     def call_model_init(self, trial=None) -> nn.Module:
         model = super().call_model_init(trial)
         self._patch(model)
+        if self._teaching is not None:
+            distill(model, *self._teaching, self.processing_class)
         return model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -141,6 +146,8 @@ class Sparse24Trainer(Trainer):
         if run is None and not sparse_weights(model, PACKED):
             raise ValueError("the model is not patched any more; call patch_model(trainer.model, config) first")
         check_engine(self.accelerator, model)
+        if self._own_optimizer is not None:  # of the run before, whose steps it has counted
+            self.optimizer = self._own_optimizer = None
         # No decay acts once a run has finished.
         if run is not None and getattr(run.config, "masked_decay", None) == AUTO and not run.facts.finished:
             run.change_settings(masked_decay=_determined_decay(self, resume_from_checkpoint))
@@ -190,7 +197,7 @@ class Sparse24Trainer(Trainer):
             )
             if own is not None:
                 _reject_another_optimizer(self, run.method.name)
-                self.optimizer = own
+                self.optimizer = self._own_optimizer = own
         return super().create_optimizer(model)
 
     def push_to_hub(  # type: ignore[override]  # fewer by position

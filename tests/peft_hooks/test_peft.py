@@ -12,8 +12,9 @@ import torch
 import zoo
 from lora_models import ONE_BLOCK, TARGETS, trained
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's own, of every tuner
@@ -153,3 +154,12 @@ def test_what_a_layer_returns_can_be_changed_in_place(base):
     changed = layer(x)
     changed *= 2
     torch.testing.assert_close(torch.autograd.grad(changed.square().sum(), [x, layer.weight]), expected)
+
+
+def test_the_config_of_a_model_patched_in_part_names_layers_without_the_adapters_around_them(tmp_path):
+    model = zoo.build("llama")
+    patch_model(model.model, Sparse24Config(method="ste"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"]))
+    adapted.merge_and_unload().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sparse_weights(loaded).keys() == sparse_weights(model).keys()

@@ -43,6 +43,33 @@ def test_model_init(tmp_path):
     assert patched_config(run.model).method == "ste" and "flip_rate" in run.state.log_history[0]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        Sparse24Config(method="t-sr-ste", mask_interval=2, dense_tail=2),
+        Sparse24Config(method="step", switch_after=2, switch_by=2),
+    ],
+    ids=lambda config: config.method,
+)
+def test_a_second_run_of_a_trainer_begins_as_the_first(config, tmp_path):
+    run = Sparse24Trainer(
+        args=arguments(tmp_path, logging_steps=1),
+        model_init=lambda: zoo.build("llama"),
+        train_dataset=dataset(),
+        teacher=zoo.build("llama", seed=1),
+        sparse24_config=config,
+    )
+    logs = []
+    for _ in range(2):
+        run.train()
+        logs.append([(log["sparse_phase"], log["loss"]) for log in run.state.log_history if "loss" in log])
+        assert len(logs[-1]) == 4 and "distillation_loss" in run.state.log_history[0]
+    assert logs[0] == logs[1] and len({phase for phase, _ in logs[0]}) == 2
+    run.args.max_steps = 6
+    run.train()
+    assert run.state.global_step == 6
+
+
 def test_a_model_that_is_no_longer_patched_is_not_trained(tmp_path):
     run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset())
     unpatch_model(run.model)
