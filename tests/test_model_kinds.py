@@ -177,6 +177,8 @@ def test_life_of_a_model(method, name, tmp_path, capsys):
 def test_gradient_checkpointing_changes_no_gradient(name):
     model, gradients = model_kinds.build(name), []
     patch_model(model, Sparse24Config(method="ste", target_modules="all-linear"))
+    layer, calls = next(iter(sparse_weights(model).values())).module, []
+    layer.register_forward_hook(lambda *_: calls.append(1))
     enable = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # of old Transformers
     for is_checkpointed in (False, True):
         if is_checkpointed:
@@ -185,6 +187,7 @@ def test_gradient_checkpointing_changes_no_gradient(name):
         (found.pooler_output.square().mean() if name == "clip-vision" else found.loss).backward()
         gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
+    assert len(calls) == 3  # once, then forward and again in the backward pass
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
     assert all(gradients[1][key].any() for key in sparse_weights(model))
 

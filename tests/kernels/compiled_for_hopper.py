@@ -34,10 +34,13 @@ def compile_only() -> list[Any]:
 
 def main() -> None:
     compiled = compile_only()
-    for name, workload in {workload.function: workload for workload in workloads()}.items():
+    # What is approximate is the reference's. In so many columns a sum has several parts.
+    kinds = {(workload.name, workload.dtype): workload for workload in workloads() if "approx" not in workload.name}
+    for workload in kinds.values():
+        name = workload.function
         compiled.clear()
         try:
-            cases.run(gpu, workload.function, workload.at((256, 512)).arguments(torch.device("meta")))
+            cases.run(gpu, workload.function, workload.at((256, 4096)).arguments(torch.device("meta")))
             # Multiplying by a reciprocal is not what the reference does: kernels divide by tl.div_rn.
             divides = workload.exact and any("div.full" in kernel.asm["ptx"] for kernel in compiled)
             print(name, len(compiled), "inexact division" if divides else "ok")

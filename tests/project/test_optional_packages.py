@@ -74,6 +74,7 @@ def test_a_process_without_the_packages_of_the_extras(tmp_path):
         *(EXTRAS[extra] for extra in ("recipes", "report", "peft", "onnx", "solvers", "trl"))
     )
     absent -= {"tokenizers", "pyyaml"}  # Transformers needs them
+    absent |= {"PIL", "sklearn"}  # as pillow and scikit-learn are imported
     code = WITHOUT.format(here=str(SUPPORT), absent=absent)
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -62,8 +62,10 @@ def test_a_run_resumes_bit_for_bit_and_a_second_one_is_refused(name, make_flags,
     with pytest.raises(ValueError, match="holds checkpoint-4 of an earlier run; --resume_from_checkpoint true goes on"):
         main(name, make_flags(name, **settings))
     checkpoint = tmp_path / "out" / "checkpoint-2"
+    written = (checkpoint / "trainer_state.json").stat().st_mtime_ns
     resumed = main(name, make_flags(name, **settings, resume_from_checkpoint=checkpoint))
     assert resumed.state.global_step == 4
+    assert (checkpoint / "trainer_state.json").stat().st_mtime_ns == written, "it began again"
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 

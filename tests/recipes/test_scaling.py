@@ -30,9 +30,21 @@ def test_modules_of_wheels(tmp_path):
     assert corpus.licence(first) == "MIT" and corpus.first(["ab", "cd", "ef"], 3) == ["ab", "cd"]
 
 
-def test_validation_packages_do_not_train():
+def test_validation_packages_do_not_train(tmp_path, monkeypatch):
     pinned = {line.split("==")[0] for line in corpus.REQUIREMENTS.read_text().splitlines() if "==" in line}
     assert set(corpus.VALIDATION) < pinned
+    texts = {"train": "x = 1\n" * 50, "validation": "y = 2\n" * 50}
+    for name, text in texts.items():
+        wheel(tmp_path / f"{name}-1-py3-none-any.whl", **{f"{name}__one": text})
+    (tmp_path / "pins").write_text("".join(f"{name}==1\n" for name in texts))
+    monkeypatch.setattr(corpus, "REQUIREMENTS", tmp_path / "pins")
+    monkeypatch.setattr(corpus, "VALIDATION", ("validation",))
+    monkeypatch.setattr(corpus, "VOCABULARY", 300)
+    monkeypatch.setattr(corpus, "packages", lambda *_: tmp_path)
+    folder = corpus.prepare(tmp_path / "out")
+    for part, text in texts.items():
+        (line,) = (folder / f"{part}.jsonl").read_text().splitlines()
+        assert json.loads(line)["text"] == text.strip()
 
 
 def test_runs(capsys):
@@ -78,8 +90,10 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_methods, "train_and_save", stop)
     with pytest.raises(KeyboardInterrupt):
         losses("interrupted")
-    monkeypatch.setattr(compare_methods, "train_and_save", train_and_save)
+    begun = []
+    monkeypatch.setattr(compare_methods, "train_and_save", lambda t, r: begun.append(r) or train_and_save(t, r))
     resumed = losses("interrupted")
+    assert begun[0].endswith("checkpoint-2")
     shutil.rmtree(tmp_path / "scaling")
     whole = losses("whole")
     assert len(whole) == 2 and whole["0.46M-dense-seed0"]["size"] == "0.46M"

@@ -194,7 +194,7 @@ def undisturbed(models, text, tmp_path_factory) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys):
+def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys, monkeypatch):
     expected, command = undisturbed
     command = [str(tmp_path / "out") if part == str(expected) else part for part in command]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -217,7 +217,12 @@ def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys):
     if stage == "training":
         (checkpoint,) = (work / "training").glob("checkpoint-*")
         assert 0 < json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] < 32
+    for done in {"own text": (), "pruning": ("own_text",), "training": ("own_text", "oneshot")}[stage]:
+        monkeypatch.setattr(module, done, None)  # it is not done again
+    begun, train = [], module.Trainer.train
+    monkeypatch.setattr(module.Trainer, "train", lambda self, start: begun.append(start) or train(self, start))
     assert main(command) == 0
+    assert stage != "training" or begun == [str(checkpoint)]
     assert f"going on from {work}" in capsys.readouterr().out
     assert read(tmp_path / "out") == read(expected)
 
