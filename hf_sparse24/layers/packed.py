@@ -5,6 +5,7 @@ dense copy. A packed layer computes, lets gradients through to its input, and do
 (`master="packed"`, where the mask never changes) the values are a Parameter with the gradient of the kept places.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -30,7 +31,7 @@ from .sparse_module import PackedModule, reject_other_graphs
 
 # Of the dense gradient that a packed master makes at a time. On a CPU it stays in the cache until its values are taken;
 # on a GPU each block waits for the device, so that few large ones are better.
-BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+BLOCK_BYTES = defaultdict(lambda: 256 << 20, cpu=4 << 20)
 ROWS = 32  # it has a multiple of these
 
 
@@ -74,7 +75,7 @@ def _grad_values(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:
     """dW = dZ^T X at the kept places, `BLOCK_BYTES` of the dense gradient at a time."""
     out, inputs = grad.shape[1], x.shape[1]
     values = torch.empty_like(packed.values)
-    step = max(ROWS, BLOCK_BYTES.get(x.device.type, BLOCK_BYTES["cuda"]) // (inputs * x.element_size()) // ROWS * ROWS)
+    step = max(ROWS, BLOCK_BYTES[x.device.type] // (inputs * x.element_size()) // ROWS * ROWS)
     for top in range(0, out, step):
         some = slice(top, top + step)
         values[some] = gather_nm(grad[:, some].t() @ x, packed.mask[some])

@@ -50,9 +50,8 @@ def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: Any) ->
         return
     names = {id(weight.master): name for name, weight in weights.items() if weight.master.dtype.itemsize < 4}
     for group in optimizer.param_groups:
-        rate = float(
-            group.get("initial_lr", group.get("lr")) or 0
-        )  # a warm-up begins below it; Adafactor may have none
+        # A warm-up begins below `initial_lr`; Adafactor may have no rate.
+        rate = float(group.get("initial_lr", group.get("lr")) or 0)
         for parameter in group["params"] if "betas" in group else ():
             if id(parameter) not in names:
                 continue

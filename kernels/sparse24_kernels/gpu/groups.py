@@ -112,9 +112,9 @@ def two_largest(x0, x1, x2, x3, NARROW: tl.constexpr):
     """Which two of four (fp32) are largest in magnitude, NaN above all, ties to the lower index.
 
     Without their sign, the bits of floats order as integers. NARROW says that the values came from 16 bits, so that
-    the lowest bits are free (of a NaN a GPU sets them: they are cleared): the index goes there, no two keys are equal,
-    and it takes one threshold. Else those are
-    kept that win two of their three comparisons (a GPU has few registers for so many truth values).
+    the lowest bits are free: the index goes there, no two keys are equal, and it takes one threshold. They are cleared
+    first, because a GPU sets those of a NaN. Else those are kept that win two of their three comparisons (a GPU has few
+    registers for so many truth values).
     """
     a0, a1 = x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     a2, a3 = x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
