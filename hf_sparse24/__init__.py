@@ -21,7 +21,7 @@ from .peft_hooks import register_tuners as _register_tuners
 from .pruning.oneshot import oneshot
 from .pruning.own_text import own_text
 from .pruning.patterns import choose_patterns
-from .run import sparse_run
+from .run import set_phase, sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
 from .training.distillation import DistillationConfig, distill
@@ -53,6 +53,7 @@ __all__ = [
     "patch_model",
     "push_to_hub",
     "register_method",
+    "set_phase",
     "sparse_run",
     "sparse_weights",
     "unfuse_gated_mlps",

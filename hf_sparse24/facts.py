@@ -18,7 +18,7 @@ class RunFacts:
 
     Attributes:
         phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method.
-        finished: whether a run has ended in the dense phase. What trains the model further leaves it dense.
+        finished: whether a run has ended in another phase than `"sparse"`. Further training stays in that phase.
         packed: which weights are packed; None where none is.
         pruning: by what `oneshot` has pruned the model, as a dict of its settings and of the calibration data's size;
             None where it has not.

@@ -72,18 +72,6 @@ class SparseRun:
         """Optimizer steps done, and those of the whole run; (0, 1) outside training."""
         return (0, 1) if self.controller is None else (self.controller.step, self.controller.total_steps)
 
-    def set_phase(self, phase: str) -> None:
-        """Let the model compute in a phase of the method; in training the controller sets phases.
-
-        A model whose run has ended dense (`facts.finished`) stays dense in further training. `set_phase("sparse")`
-        before that makes it follow the method's schedule again.
-        """
-        if phase not in self.method.phases:
-            raise ValueError(f"phase={phase!r}: must be one of {list(self.method.phases)}")
-        if self.facts.packed is not None and phase != "sparse":
-            raise ValueError(f"phase={phase!r}: packed masters (master='packed') have the phase 'sparse' alone")
-        self.record(phase=phase, finished=self.facts.finished and phase == DENSE_PHASE)
-
     def record(self, **facts: Any) -> None:
         """Replace fields of the facts, unchecked."""
         self.saved.facts = dataclasses.replace(self.facts, **facts)
@@ -160,10 +148,29 @@ def patched_config(model: nn.Module) -> Sparse24Config | None:
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
-    """Set the phase of a model's run, where it has one; its config then says so too."""
+    """Let a model compute in another phase of its method; in training the controller sets phases.
+
+    A model whose run has ended dense, or with SLoPe's adapters (`facts.finished`), stays so in further training.
+    `set_phase(model, "sparse")` before that makes it follow the method's schedule again; after a dense phase, with
+    masks and scales of its weights as they are now.
+
+    Args:
+        model: a patched model. One without a run, such as a dense model, stays as it is.
+        phase: `"sparse"`, `"dense"`, or another phase of the method.
+
+    Raises:
+        ValueError: no phase of the method, or not of packed masters.
+    """
     run = sparse_run(model)
     if run is None or run.phase == phase:
         return
-    run.set_phase(phase)
+    if phase not in run.method.phases:
+        raise ValueError(f"phase={phase!r}: must be one of {list(run.method.phases)}")
+    if run.facts.packed is not None and phase != "sparse":
+        raise ValueError(f"phase={phase!r}: packed masters (master='packed') have the phase 'sparse' alone")
+    starts_again = run.facts.finished and run.is_dense
+    run.record(phase=phase, finished=False)
     for weight in sparse_weights(model).values():
         weight.clear_encodings()  # the dense phase needs none
+        if starts_again:
+            weight.init_state()

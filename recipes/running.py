@@ -102,7 +102,7 @@ def check_dense(model: PreTrainedModel) -> None:
         UsageError: the control run of a model that computes with 2:4 weights.
     """
     patched = sparse_run(model)
-    if patched is not None and patched.facts.finished:
+    if patched is not None and patched.facts.finished and patched.is_dense:
         unpatch_model(model, sparse=False)
     elif patched is not None or getattr(model.config, "quantization_config", None) is not None:
         name = model.config.name_or_path

@@ -46,7 +46,7 @@ class PatchReport(TableReport):
         zero_parameters: number of zeros among them.
         total_parameters: number of parameters of the whole model, shared ones once.
         is_pretrained: whether `from_pretrained` loaded dense weights, of which the method now drops a part.
-        is_finished: whether a run of the model has ended dense, so that it trains on as a dense model.
+        is_finished: whether a run of the model has ended dense or with adapters, in which it trains on.
     """
 
     config: Sparse24Config
@@ -89,8 +89,8 @@ class PatchReport(TableReport):
 
 
 FINISHED = (
-    "the model's sparse training has ended with dense weights, so it trains on as a dense model; "
-    'sparse_run(model).set_phase("sparse") before training makes it sparse again'
+    "the model's sparse training has ended in a dense phase or with adapters, and further training stays in it; "
+    'set_phase(model, "sparse") before training starts the method\'s schedule again'
 )
 _PRETRAINED = (
     "its weights are pretrained, and pruning them now loses much of what they learned: for short training, call "

@@ -131,7 +131,7 @@ class Sparse24Controller:
     @property
     def phase(self) -> str:
         """How the model computes in the next step: `"sparse"`, `"dense"`, or another phase of the method. It stays
-        where all sparse weights are frozen, or some below adapters, and where an earlier run has ended dense."""
+        where all sparse weights are frozen, or some below adapters, and after a run that has finished."""
         run = self.run
         return run.phase if self._keeps_phase else run.method.phase(self.step, self.total_steps, self.optimizer)
 
@@ -189,6 +189,7 @@ class Sparse24Controller:
             "micro_step": self.micro_step,
             "seed": self.seed,
             "finished": self.run.facts.finished,
+            "phase": self.run.phase,
             "flips": {name: int(count) for name, count in self._masks.flips.counts.items()},
         }
         is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
@@ -204,12 +205,13 @@ class Sparse24Controller:
             ValueError: not what `state_dict` gives, or of another method, model or longer run, or the method's own
                 optimizer has no state. Nothing is changed then.
         """
-        state = {"uses_optimizer_state": True} | state
+        earlier: dict[str, Any] = {"uses_optimizer_state": True, "phase": DENSE_PHASE}  # what earlier commits left out
+        state = earlier | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._masks.flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
         self.run.record(finished=False)
-        set_phase(self.model, DENSE_PHASE if state["finished"] else self.phase)
+        set_phase(self.model, state["phase"] if state["finished"] else self.phase)
         self.run.record(finished=bool(state["finished"]))
         self._set_streams()
 
@@ -246,7 +248,7 @@ class Sparse24Controller:
             # Not where sparsity never began: STEP's switch waits while a GradScaler skips steps.
             method, first = self.run.method, self.run.method.schedule(self.total_steps).start
             has_been_sparse = method.phase(first, self.total_steps, self.optimizer) != DENSE_PHASE
-            self.run.record(finished=self.run.is_dense and has_been_sparse)
+            self.run.record(finished=self.run.phase != "sparse" and has_been_sparse)
         self._masks.finish_step(not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps))
         self._set_streams()
         self.run.open_step = object() if self.step < self.total_steps else None

@@ -156,6 +156,7 @@ def restore(model: nn.Module, checkpoint: str | Path) -> None:
         model.load_state_dict(loaded.state_dict(), strict=False)  # a dense one has no state
     saved, run = saved_config(checkpoint), sparse_run(model)
     if saved is not None and run is not None:
+        run.record(finished=False)  # the state is loaded already
         set_phase(model, saved.facts.phase)
         run.record(finished=saved.facts.finished)
 

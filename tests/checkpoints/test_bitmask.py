@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
 from hf_sparse24.checkpoints import bitmask as library
-from hf_sparse24.run import sparse_run
+from hf_sparse24.run import set_phase
 from hf_sparse24.weights.sparse_weight import sparse_weights
 from hf_sparse24_command import main
 
@@ -72,7 +72,7 @@ def test_only_an_export_that_is_sparse_is_exported_again(tmp_path, capsys):
     tensors[f"{UP}.weight"] += 1
     save_file(tensors, tmp_path / "sparse" / "model.safetensors", {"format": "pt"})
     model = patched()
-    sparse_run(model).set_phase("dense")
+    set_phase(model, "dense")
     export_model(model, tmp_path / "dense")
     for name, message in (("sparse", f"{UP}.weight is not 2:4"), ("dense", "lists no sparse weights")):
         assert main(["export", str(tmp_path / name), str(tmp_path / "out")]) == 2

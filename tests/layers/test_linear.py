@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear
 from hf_sparse24.methods import METHODS, GemmSettings
-from hf_sparse24.run import SparseRun
+from hf_sparse24.run import SparseRun, set_phase
 from hf_sparse24.weights.encodings import Wanted
 
 METHOD_NAMES = sorted(name for name, method in METHODS.items() if method.__module__.startswith("hf_sparse24."))
@@ -183,7 +183,7 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_dense_phase_is_the_dense_layer(method, conv1d):
     layer = make_layer(method, conv1d, dtype=torch.float32)
-    layer.sparse24["weight"].run.set_phase("dense")
+    set_phase(layer, "dense")
     assert layer.phase == "dense"
     x = torch.randn(4, 8)
     weight = layer.weight.t() if conv1d else layer.weight

@@ -12,7 +12,7 @@ import zoo
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import export_model, fuse_gated_mlps, pack_model, patch_model, sparse_run
+from hf_sparse24 import export_model, fuse_gated_mlps, pack_model, patch_model, set_phase
 from hf_sparse24.metrics import is_nm_sparse
 
 # Of torch's exporters, of PEFT, and of packages that these miss.
@@ -73,7 +73,7 @@ def test_torch_export_takes_them(kind):
 def test_onnx_takes_a_dense_phase(tmp_path):
     pytest.importorskip("onnxscript")
     model = sparse_models.model_of("t-sr-ste").float()
-    sparse_run(model).set_phase("dense")
+    set_phase(model, "dense")
     torch.onnx.export(model, (torch.randn(4, 32),), tmp_path / "model.onnx", dynamo=False, verbose=False)
 
 

@@ -236,7 +236,7 @@ def test_a_layer_is_the_formula_with_and_without_adapters_and_merges(conv1d, ini
     assert_close(output, x @ forward.t() + layer.bias)  # not yet
     assert_close(layer.weight.grad.t() if conv1d else layer.weight.grad, rows * (grad.t() @ x))
     assert_close(x.grad, grad @ backward)
-    sparse.run.set_phase("adapters")
+    set_phase(layer, "adapters")
     x.grad = None
     output = layer(x)
     output.backward(grad)
@@ -279,6 +279,15 @@ def test_an_adapted_model_is_saved_resumed_exported_and_unpatched(name, tmp_path
     for one in ((model, optimizer, controller), (resumed, other, again)):
         run_steps(*one, STEPS - 10)
     assert_same_state(resumed, model)
+    assert resumed.config.quantization_config.facts.finished
+    optimizer, controller = loop(resumed)
+    run_steps(resumed, optimizer, controller, 1)
+    assert sparse_run(resumed).phase == "adapters"  # further training goes on with them
+    masks = {name: weight.mask() for name, weight in sparse_weights(resumed).items()}
+    set_phase(resumed, "sparse")
+    assert all(torch.equal(weight.mask(), masks[name]) for name, weight in sparse_weights(resumed).items())
+    Sparse24Controller(resumed, optimizer, total_steps=STEPS)
+    assert sparse_run(resumed).phase == "sparse"
 
     model.double()
     expected = logits(model)

@@ -13,6 +13,7 @@ from hf_sparse24 import (
     oneshot,
     pack_model,
     patch_model,
+    set_phase,
     sparse_run,
     sparse_weights,
     unpack_model,
@@ -168,4 +169,4 @@ def test_models_that_it_cannot_train_are_refused():
 def test_it_has_one_phase():
     model = made()
     with pytest.raises(ValueError, match=r"phase='dense': packed masters .* have the phase 'sparse' alone"):
-        sparse_run(model).set_phase("dense")
+        set_phase(model, "dense")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, patch_model
 from hf_sparse24.peft_hooks.origin import MASKED_TYPE
-from hf_sparse24.run import sparse_run
+from hf_sparse24.run import set_phase
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -87,7 +87,7 @@ def test_adapters_without_masks_have_the_type_that_peft_gives_them(dense, tmp_pa
         peft.get_peft_model(patched(dense), config).save_pretrained(tmp_path)
         assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == config.peft_type.value
     in_dense_phase = patched(dense, "t-sr-ste")
-    sparse_run(in_dense_phase).set_phase("dense")
+    set_phase(in_dense_phase, "dense")
     peft.get_peft_model(in_dense_phase, lora()).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
 

@@ -28,7 +28,7 @@ from hf_sparse24 import (
 )
 from hf_sparse24.methods import step_param_groups
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.run import patched_config, sparse_run
+from hf_sparse24.run import patched_config, set_phase, sparse_run
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -305,7 +305,7 @@ def test_copies_that_modules_to_save_trains_are_trained_by_the_method(method, de
 def test_copies_in_another_phase_are_refused(dense):
     model = peft.get_peft_model(patched(dense), lora(modules_to_save=["lm_head"]))
     twin = copy.deepcopy(model.base_model.model.model.layers[0].mlp.gate_proj)
-    twin.sparse24["weight"].run.set_phase("dense")
+    set_phase(twin, "dense")
     with pytest.raises(ValueError, match="patched apart"):
         Sparse24Controller(nn.ModuleList([model, twin]), torch.optim.SGD(model.parameters()), 12)
 

@@ -361,7 +361,7 @@ def test_what_has_ended_dense_trains_on_dense(method):
         assert not run.facts.finished and "finished" not in run.saved.to_dict()
         run_step(model, optimizer, controller, step)
     assert run.facts.finished and SavedConfig.from_dict(run.saved.to_dict()).facts == run.facts
-    assert "has ended with dense weights" in str(patch_model(model))
+    assert "has ended in a dense phase" in str(patch_model(model))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # any, of STEP too
     controller = Sparse24Controller(model, optimizer, total_steps=6)
@@ -376,8 +376,14 @@ def test_what_has_ended_dense_trains_on_dense(method):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
     assert run.facts.finished
 
-    run.set_phase("sparse")
+    stale = {name: weight.mask() for name, weight in sparse_weights(model).items()}
+    set_phase(model, "sparse")
     assert not run.facts.finished
+    patched_now = unpatch_model(copy.deepcopy(model), sparse=False)
+    patch_model(patched_now, run.config)
+    for name, weight in sparse_weights(patched_now).items():
+        mask = sparse_weights(model)[name].mask()
+        assert torch.equal(mask, weight.mask()) and (method == "step" or not torch.equal(mask, stale[name]))
     if method == "t-sr-ste":
         Sparse24Controller(model, torch.optim.AdamW(model.parameters()), total_steps=6)
         assert run.phase == "sparse"
