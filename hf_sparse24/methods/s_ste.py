@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.scale import SCALE_RULES
+from sparse24_kernels.prune import SCALE_RULES
 from torch import Tensor
 
 from ..weights.rules import SoftThreshold

@@ -38,7 +38,7 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
     """What runs each kind of work on `device`: the work, what runs it, and why."""
     rows = [
         ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
-        ("GEMMs", *choose_backend("auto", device)),
+        ("GEMMs", *choose_backend(device)),
         ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")),
     ]
     for dtype, values, pattern in _PACKED:
@@ -49,8 +49,9 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
             rows.append((what, plan.backend.name, plan.reason))
         except RuntimeError as error:  # a cuSPARSELt that cannot compress
             rows.append((what, "none", str(error)))
-    if device.type == "cuda" and cusparselt.is_slow_on(device):
-        rows.append(("", "warning", f"cuSPARSELt {cusparselt.version()} is slow on this GPU: 0.8.1 fixed that"))
+    is_slow = cusparselt.version() == 800  # of CUDA 13 builds of torch up to 2.11, on Ada and Hopper
+    if is_slow and device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 9), (9, 0)):
+        rows.append(("", "warning", "cuSPARSELt 0.8.0 is slow on this GPU: 0.8.1 fixed that"))
     return rows
 
 

@@ -13,7 +13,7 @@ torch sees them. From the bottom up:
     the rest      the public functions: what they compute, arguments checked, one torch operator each
 
 Here are the operators and formats. Authors of GEMM backends import from `gemm`. Other names stay in their modules:
-choices of an argument (`transposable.SOLVERS`, `scale.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`),
+choices of an argument (`transposable.SOLVERS`, `prune.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`),
 `prune.prune_forms`, `packing.gather_nm`, `masks.count_flips`, `decay.foreach_masked_decay_`, `fp8.fp8_simulate` and
 `dispatch.choose_kernels`.
 """
@@ -25,8 +25,7 @@ from .masks import nm_mask, pack_bits, unpack_bits
 from .matmul import packed_linear, sparse_linear, sparse_mm
 from .mvue import mvue
 from .packing import pack_nm, quantize_packed, unpack_nm
-from .prune import apply_mask, nm_prune, soft_threshold
-from .scale import s_ste_scale
+from .prune import apply_mask, nm_prune, s_ste_scale, soft_threshold
 from .transposable import transposable_mask
 
 __all__ = [

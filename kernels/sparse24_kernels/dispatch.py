@@ -94,8 +94,6 @@ def _wrong(each: Implementation, operator: str, device: torch.device, dtype: tor
             return f"{each.name} has no {operator}"
     except Exception as error:  # of what it imports
         return f"{each.name} cannot be imported: {type(error).__name__}: {error}"
-    if device.type == "meta":  # nothing can be computed
-        return None
     for of in (dtype,) if dtype.is_floating_point else KERNEL_DTYPES:  # indices tell nothing of their values
         reason = first_use.verdicts(subject(each, device, of))[operator]
         if reason:

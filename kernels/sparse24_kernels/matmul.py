@@ -9,8 +9,7 @@ from torch import Tensor
 from .checks import check_device, check_floating, check_is, check_matrix, check_packed
 from .cpu import limits
 from .formats import Packed, Pattern
-from .gemm.backend import DENSE, GemmPlan
-from .gemm.operand import Operand
+from .gemm.backend import DENSE, GemmPlan, Operand
 from .gemm.planning import plan_packed
 from .gemm.problem import linear_problem
 
@@ -44,10 +43,9 @@ def sparse_linear(
         torch.Size([8, 16])
     """
     check_floating("sparse_linear", x=x)
-    operand, plan = _operand("sparse_linear", "weight", weight, plan)
     if not x.dim():
         raise ValueError("sparse_linear: x must have a last dimension, got shape ()")
-    _check_operands("sparse_linear", operand, x, x.shape[-1], plan)
+    operand, plan = _checked("sparse_linear", "weight", weight, x, x.shape[-1], plan)
     _check_bias("sparse_linear", bias, x, len(operand.values))
     return plan.backend.linear(x, operand, bias, plan)
 
@@ -137,22 +135,31 @@ def sparse_mm(sparse: Tensor | Operand, dense: Tensor, *, plan: GemmPlan | None 
         ValueError: shapes, dtypes or devices of the operands that do not fit each other, or that the backend does not
             take.
     """
-    operand, plan = _operand("sparse_mm", "sparse", sparse, plan)
     check_floating("sparse_mm", dense=dense)
     check_matrix("sparse_mm", dense=dense)
-    _check_operands("sparse_mm", operand, dense, dense.shape[0], plan)
+    operand, plan = _checked("sparse_mm", "sparse", sparse, dense, dense.shape[0], plan)
     return plan.backend.mm(operand, dense, plan)
 
 
-def _operand(name: str, what: str, sparse: Tensor | Operand, plan: GemmPlan | None) -> tuple[Operand, GemmPlan]:
-    """The operand and the plan, checked; a tensor is an operand without indices and scale."""
+def _checked(
+    name: str, what: str, sparse: Tensor | Operand, dense: Tensor, k: int, plan: GemmPlan | None
+) -> tuple[Operand, GemmPlan]:
+    """The operand, of a tensor one without mask and scale, and the plan. ValueError: a 2:4 `[m, k]` that does not fit
+    the dense operand; encoded sizes are the backend's."""
     plan = _DENSE if plan is None else plan
     check_is(GemmPlan, name, plan=plan)
     operand = sparse if isinstance(sparse, Operand) else Operand(sparse)
-    check_is(Tensor, name, **{what: operand.values})
+    values = operand.values
+    check_is(Tensor, name, **{what: values})
     if not plan.is_sparse:
-        check_floating(name, **{what: operand.values})
-        check_matrix(name, **{what: operand.values})
+        check_floating(name, **{what: values})
+        check_matrix(name, **{what: values})
+    check_device(name, values, dense)
+    if operand.scale is None and values.dtype != dense.dtype:
+        raise ValueError(f"{name} needs operands of one dtype, got {values.dtype} (2:4) and {dense.dtype} (dense)")
+    if not plan.is_sparse and values.shape[1] != k:
+        shapes = f"{tuple(values.shape)} does not contract with a dense one of shape {tuple(dense.shape)}"
+        raise ValueError(f"{name}: a 2:4 operand of shape {shapes}: {values.shape[1]} and {k}")
     return operand, plan
 
 
@@ -162,16 +169,3 @@ def _check_bias(name: str, bias: Tensor | None, x: Tensor, out: int) -> None:
         check_device(name, x, bias)
         if tuple(bias.shape) != (out,) or bias.dtype != x.dtype:
             raise ValueError(f"{name}: bias must be {x.dtype} {(out,)}, got {bias.dtype} {tuple(bias.shape)}")
-
-
-def _check_operands(name: str, operand: Operand, dense: Tensor, k: int, plan: GemmPlan) -> None:
-    """Raise ValueError where a 2:4 operand `[m, k]` does not fit the dense one; encoded sizes are the backend's."""
-    sparse = operand.values
-    check_device(name, sparse, dense)
-    if operand.scale is None and sparse.dtype != dense.dtype:
-        raise ValueError(f"{name} needs operands of one dtype, got {sparse.dtype} (2:4) and {dense.dtype} (dense)")
-    if not plan.is_sparse and sparse.shape[1] != k:
-        raise ValueError(
-            f"{name}: a 2:4 operand of shape {tuple(sparse.shape)} does not contract with a dense one of shape "
-            f"{tuple(dense.shape)}: {sparse.shape[1]} and {k}"
-        )

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import reference
 from .checks import check_device, check_floating, check_is, check_mask, check_packed, check_pattern, described
 from .formats import SCALED, Packed, Pattern, scale_columns, unpackable
-from .gemm.operand import unpack
+from .gemm.backend import unpack
 from .masks import nm_mask, pack_bits, unpack_bits
 
 
@@ -133,7 +133,7 @@ def gather_nm(matrix: Tensor, mask: Tensor) -> Tensor:
         got = f"{described(matrix)} and {described(mask)}"
         raise ValueError(f"gather_nm takes a matrix [R, K] and a uint8 mask [R, K/8], got {got}")
     check_device("gather_nm", matrix, mask)
-    return reference.packed.gather_nm(matrix, mask)
+    return matrix.masked_select(unpack_bits(mask, matrix.shape[1])).view(len(matrix), -1)
 
 
 def wrong_mask(packed: Packed) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, compress, linear_problem, mm_problem, plan_gemm
-from sparse24_kernels.gemm.operand import Operand
+from sparse24_kernels.gemm.backend import Operand
 from sparse24_kernels.gemm.problem import Algorithm
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn

@@ -9,10 +9,11 @@ import build_site
 import pages
 import pytest
 import zoo
+from backends import unregister_backend
 from old_packed import write_old
 from paths import ROOT
 from safetensors import safe_open
-from sparse24_kernels.gemm.backend import backend_names, unregister_backend
+from sparse24_kernels.gemm.backend import backend_names
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import sparse24_kernels as kernels
 import torch
+from backends import unregister_backend
 from cslt import sparse_plan, stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels import gemm
 from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import linear_problem
-from sparse24_kernels.gemm.backend import unregister_backend
 from sparse24_kernels.gemm.planning import choose_backend
 from sparse24_kernels.masks import count_flips
 from sparse24_kernels.packing import gather_nm
@@ -34,7 +34,7 @@ FUNCTIONS |= {function.__name__: function for function in ELSEWHERE}
 # A call of each that works, with every argument by its name.
 CALLS = {
     "apply_mask": {"weight": X, "mask": MASK, "dtype": None},
-    "choose_backend": {"requested": "auto", "device": CPU},
+    "choose_backend": {"device": CPU},
     "choose_kernels": {"device": CPU, "dtype": BF16, "operator": "prune"},
     "count_flips": {"before": [MASK], "after": [MASK]},
     "foreach_masked_decay_": {"grads": [X.clone()], "weights": [X], "masks": [MASK], "alphas": [0.1]},

@@ -10,12 +10,18 @@ import pytest
 import torch
 from sparse24_kernels import cache_folder
 from sparse24_kernels.gemm import GemmProblem, autotune, cpu_kernels, cusparselt, measure
-from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, reset, table_path, tune, write
+from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, table_path, tune, write
 from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
 
 CPU = torch.device("cpu")
 HERE = Environment("Test GPU", "9.0", "2.13.0", "801")
 PROBLEM = GemmProblem(64, 4096, 128, torch.bfloat16, True, True)
+
+
+def reset():
+    """As a new process starts."""
+    autotune._given.clear()
+    autotune._tables.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from sparse24_kernels.prune import prune_forms
 ops = torch.ops.sparse24
 WEIGHT, LARGE = torch.randn(8, 16), torch.randn(64, 128)
 PACKED, INT8 = kernels.pack_nm(WEIGHT), kernels.quantize_packed(kernels.pack_nm(WEIGHT))
-DENSE, ALL_FORMS = [0], [0, 1]
+DENSE, ALL_FORMS, OPERANDS = "dense", "dense,transposed", "packed,packed-transposed,dense"
 CALLS = {
     "nm_mask": (WEIGHT, 2, 4, 1, False),
     "nm_mask-bits": (WEIGHT.t(), 1, 2, 0, True),
@@ -26,7 +26,7 @@ CALLS = {
     "packed_linear": (torch.randn(3, 16), *PACKED, torch.randn(8)),
     "packed_linear-strided": (torch.randn(16, 3).t(), *PACKED, None),
     "packed_linear-int8": (torch.randn(3, 16), *INT8, None),
-    "prune-packed": (torch.randn(32, 64), "mask", 2, 4, 1, torch.ones(32, 64) > 2, None, torch.float32, [2, 3, 0]),
+    "prune-packed": (torch.randn(32, 64), "mask", 2, 4, 1, torch.ones(32, 64) > 2, None, torch.float32, OPERANDS),
     "packed_mm": (*kernels.pack_nm(torch.randn(8, 32))[:2], torch.randn(32, 5)),
     "s_ste_scale": (WEIGHT, 2, 4, 1, "mse"),
     "mvue": (WEIGHT, torch.tensor(1), 2, 4, 0, "exact", "dense"),

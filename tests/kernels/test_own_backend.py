@@ -4,11 +4,11 @@ import own_backend
 import pytest
 import sparse24_kernels as kernels
 import torch
+from backends import unregister_backend
 from sparse24_kernels import dispatch
 from sparse24_kernels.gemm import compress, linear_problem, mm_problem, plan_gemm, plan_packed, register_backend
 from sparse24_kernels.gemm import packed as packed_gemm
-from sparse24_kernels.gemm.backend import DENSE, backend_names, encode_one, unregister_backend
-from sparse24_kernels.gemm.operand import Operand
+from sparse24_kernels.gemm.backend import DENSE, Operand, backend_names, encode_one
 from sparse24_kernels.operators import Operators
 from torch import nn
 from torch.nn.functional import linear

@@ -3,6 +3,7 @@
 The same cases run compiled on a GPU by `make gpu`, and here under the marker gpu.
 """
 
+import dataclasses
 import inspect
 
 import hypothesis.strategies as st
@@ -44,22 +45,24 @@ def test_operators_have_the_arguments_of_the_reference_and_a_case(table):
 def test_a_wrong_kernel_is_caught(monkeypatch):
     """The check itself: one flipped bit, an element that was never written, a value that is slightly off."""
     case = Case("masks.nm_mask", "", lambda device: (draw(device, (64, 64)), 2, 4, 1, True))
-    kernel = gpu.masks.nm_mask
+    kernel, scale = gpu.OPERATORS.nm_mask, gpu.OPERATORS.s_ste_scale
 
     def flipped(*arguments):
         mask = kernel(*arguments)
         mask[3, 5] ^= 1
         return mask
 
-    monkeypatch.setattr(gpu.masks, "nm_mask", flipped)
+    def use(**functions):
+        monkeypatch.setattr(gpu, "OPERATORS", dataclasses.replace(gpu.OPERATORS, **functions))
+
+    use(nm_mask=flipped)
     with pytest.raises(AssertionError, match=r"1 of 512 elements differ, first \d+ at \[3, 5\]"):
         check(case, CPU)
     case = Case("prune.s_ste_scale", "", lambda device: (draw(device, (64, 64)), 2, 4, 1, "mse"), exact=False)
-    scale = gpu.prune.s_ste_scale
-    monkeypatch.setattr(gpu.prune, "s_ste_scale", lambda *arguments: scale(*arguments) * (1 + 1e-5))
+    use(s_ste_scale=lambda *arguments: scale(*arguments) * (1 + 1e-5))
     with pytest.raises(AssertionError, match="worse than the reference's"):
         check(case, CPU)
-    monkeypatch.setattr(gpu.packed, "unpack_nm", lambda values, *_: torch.empty(len(values), 2 * values.shape[1]))
+    use(unpack_nm=lambda values, *_: torch.empty(len(values), 2 * values.shape[1]))
     unwritten = next(case for case in ALL_CASES if case.function == "packed.unpack_nm")
     with pytest.raises(AssertionError, match="differ"):
         check(unwritten, CPU)

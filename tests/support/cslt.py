@@ -3,7 +3,7 @@
 import pytest
 import torch
 from sparse24_kernels import Packed, pack_nm, unpack_nm
-from sparse24_kernels.gemm import GemmPlan, autotune, cusparselt, sparse_tensor_cores
+from sparse24_kernels.gemm import GemmPlan, autotune, cusparselt, tuned
 from sparse24_kernels.gemm.problem import Algorithm
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def tiles(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
 
 def sparse_plan(algorithm: int = 0) -> GemmPlan:
     """A plan of cuSPARSELt."""
-    return GemmPlan(sparse_tensor_cores.CUSPARSELT, "a test's", Algorithm(algorithm))
+    return GemmPlan(tuned.CUSPARSELT, "a test's", Algorithm(algorithm))
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ Importing this package compiles and loads nothing.
 """
 
 from ..operators import Operators
-from . import decay, masks, mvue, packed, prune, transposable
+from . import packed, prune
 
 OPERATORS = Operators(
-    nm_mask=masks.nm_mask,
-    transposable_mask=transposable.transposable_mask,
+    nm_mask=prune.nm_mask,
+    transposable_mask=prune.transposable_mask,
     prune=prune.prune,
-    mvue=mvue.mvue,
-    masked_decay_=decay.masked_decay_,
+    mvue=prune.mvue,
+    masked_decay_=prune.masked_decay_,
     unpack_nm=packed.unpack_nm,
     packed_mm=packed.packed_mm,
     packed_linear=packed.packed_linear,

@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,20 +59,6 @@ class Library:
         if getattr(self.functions, function)(self.paths[self.path], *arguments, self.parallel_for):
             raise MemoryError(f"{function}: no memory")
 
-    @contextmanager
-    def using(self, path: str) -> Iterator[None]:
-        """Run another path of this CPU, in all threads, until the block ends."""
-        before, self.path = self.path, self._known(path)
-        try:
-            yield
-        finally:
-            self.path = before
-
-    def _known(self, path: str) -> str:
-        if path not in self.paths:
-            raise ValueError(f"path={path!r}: this CPU runs {list(self.paths)}")
-        return path
-
 
 @cache
 def load() -> Library | str:
@@ -84,8 +68,9 @@ def load() -> Library | str:
         return f"{SWITCH}=off"
     try:
         library = _find()
-        if switch:
-            library.path = library._known(switch)
+        if switch and switch not in library.paths:
+            raise ValueError(f"path={switch!r}: this CPU runs {list(library.paths)}")
+        library.path = switch or library.path
         return library
     except (build.BuildError, ValueError) as error:
         return f"no kernels for this CPU: {error}"

@@ -62,7 +62,8 @@ def on_change(forget: Callable[[], None]) -> None:
 
 
 def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> Layer:
-    return Layer(_text(dtype), _text(values), str(pattern), out, inputs)
+    of_x, of_values = (str(each).removeprefix("torch.") for each in (dtype, values))
+    return Layer(of_x, of_values, str(pattern), out, inputs)
 
 
 def most_tokens(wanted: Layer) -> tuple[int | None, str]:
@@ -139,10 +140,6 @@ def in_turns(ours: Callable[[], object], dense: Callable[[], object], rounds: in
             way()
             taken += [time.perf_counter() - start] if number else []  # the first one warms up
     return 1e6 * statistics.median(times[0]), 1e6 * statistics.median(times[1])
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _path() -> Path:

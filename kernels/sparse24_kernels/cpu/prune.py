@@ -1,13 +1,14 @@
-"""Pruning by the kernels for CPUs, of fp64 by the reference. Also what its neighbours share."""
+"""Pruning, masks, MVUE and masked decay by the kernels for CPUs; what these lack, such as fp64, by the reference."""
 
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from .. import reference
-from ..formats import FORMS, OPERAND_MULTIPLE, form_shape, mask_bytes
+from ..formats import FORMS, OPERAND_MULTIPLE, empty_mask, form_shape, mask_bytes
 from .library import DTYPES, addresses, loaded
 from .memory import reused_memory
 
@@ -42,6 +43,61 @@ def prune(
         run(rule, weight, dense, dim, n, m, mask, factor)
         made |= {form: in_form(dense, form) for form in forms if form not in made}
     return [made[form] for form in forms]
+
+
+def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
+    """Keep the n largest magnitudes of each group of m: bool, same shape as `weight`, or its packed bits."""
+    if m > LARGEST_M:
+        return reference.masks.nm_mask(weight, n, m, dim, packed)
+    return _mask("nm-mask", weight, packed, dim, n, m)
+
+
+def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
+    """The best of the 90 patterns for each 4 x 4 tile of `[R, C]`, the first of equal ones as the reference has it."""
+    return _mask("transposable", weight, packed)
+
+
+def _mask(rule: str, weight: Tensor, packed: bool, dim: int | None = None, n: int = 2, m: int = 4) -> Tensor:
+    """What a rule keeps: bool, same shape as `weight`, or its packed bits."""
+    mask = empty_mask(weight, packed=False)
+    run(rule, weight, mask, dim, n, m)
+    if not packed:
+        return mask
+    bits = empty_mask(mask, packed=True)
+    run("pack-bits", mask, bits)
+    return bits
+
+
+def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
+    """Draw the estimate of `x` that `key` determines, in one of `FORMS`; `dim` is not negative."""
+    if (n, m, estimator) != (2, 4, "exact"):
+        return in_form(reference.mvue.mvue(x, key, n, m, dim, estimator, "dense"), form)
+    if FORMS[form] is not None:
+        return packed(x, "mvue", form, key=int(key))
+    estimate = reused_memory(x.shape, x.dtype)
+    run("mvue", x, estimate, dim, key=int(key))
+    return in_form(estimate, form)
+
+
+def masked_decay_(grads: list[Tensor], weights: list[Tensor], masks: list[Tensor], alphas: list[float]) -> None:
+    """grad += alpha * (1 - mask) * weight, in place, for each."""
+    for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
+        if not _has_decay(grad, weight, alpha):
+            reference.decay.masked_decay_([grad], [weight], [mask], [alpha])
+            continue
+        run("decay" if mask.dtype == torch.bool else "decay-bits", weight, grad, mask=mask, scale=alpha)
+        increment_version(grad)
+
+
+def _has_decay(grad: Tensor, weight: Tensor, alpha: float) -> bool:
+    """Whether the kernel, in fp32 and with fused multiply-add, may write into `grad` what PyTorch would, which autograd
+    and tracing do not see."""
+    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in (grad, weight))
+    if not plain or grad.shape != weight.shape or not grad.is_contiguous() or grad.is_inference():
+        return False
+    if torch.is_grad_enabled() and (grad.requires_grad or weight.requires_grad):
+        return False
+    return abs(alpha) <= torch.finfo(torch.float32).max and loaded().path != "portable"
 
 
 def packed(x: Tensor, rule: str, form: str, **arguments: Any) -> Tensor:

@@ -8,6 +8,7 @@ Modules, from the bottom up; each imports only those above it in this list:
     packed.py       weights that exist in packed form alone
     measure.py      one algorithm, checked against dense math and timed
     autotune.py     sparse or dense: cuSPARSELt's search, checked, remembered in one table
+    tuned.py        the backends that run what was found
     planning.py     `plan_gemm`, `plan_packed`, `compress`: backend, algorithm and operand of one GEMM, with the reason
 
 Authors of backends import what they need from here.

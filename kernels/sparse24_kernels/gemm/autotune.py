@@ -3,8 +3,8 @@ math where nothing was measured.
 
 Measurements are kept in `gemms.json` in the user's cache folder, by environment and problem. Each holds for a *bucket*
 of n (`problem.bucket`), measured at its largest n. So varying batch shapes need no measurement each, and a graph that
-torch.compile makes for a dynamic n holds for the whole bucket. A verdict stays the same until the process ends, `tune`
-measures its bucket, or `reset` is called.
+torch.compile makes for a dynamic n holds for the whole bucket. A verdict stays the same until the process ends or
+`tune` measures its bucket.
 """
 
 import json
@@ -117,7 +117,7 @@ def unsupported_device(device: torch.device) -> str | None:
 def unsupported_matrix(problem: GemmProblem, device: torch.device) -> str | None:
     """Why no sparse algorithm of such a device takes the operand of a problem, or None where one does."""
     if uses_cpu_kernels(device):
-        return cpu_kernels.unsupported_matrix(problem.k, problem.dtype)
+        return cpu_kernels.unsupported_matrix(operator.index(problem.k), problem.dtype)
     return cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
 
 
@@ -295,10 +295,3 @@ def _parsed(record: list[Any]) -> tuple[tuple[Environment, GemmProblem], Entry]:
     measured = [Measured(Algorithm(*found), float(sparse), float(dense)) for found, sparse, dense in candidates]
     problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
     return (Environment(*environment), problem), Entry(tuple(measured), tuple(map(str, failures)))
-
-
-def reset() -> None:
-    """Forget all verdicts of this process; the file is read again when needed. Compiled graphs keep theirs."""
-    with _lock:
-        _given.clear()
-        _tables.clear()

@@ -1,4 +1,4 @@
-"""What a GEMM backend provides, the plan that carries it, and the registry that users extend.
+"""What a GEMM backend provides, its operand, the plan that carries it, and the registry that users extend.
 
 A backend is one file and one registration. It refuses what it does not run, with a reason in words:
 
@@ -20,9 +20,30 @@ import torch
 from torch import Tensor
 
 from ..checks import check_is
+from ..dispatch import implementation
 from ..formats import Packed
-from .operand import Operand, unpack
 from .problem import Algorithm, GemmProblem
+
+
+class Operand(NamedTuple):
+    """A 2:4 matrix `[m, k]` in the form that one backend multiplies by: dense math by its values, cuSPARSELt by the
+    compressed matrix as values, `"packed"` by what a `Packed` has."""
+
+    values: Tensor
+    mask: Tensor | None = None
+    scale: Tensor | None = None
+    m: int = 4
+
+
+@torch.library.custom_op("sparse24::unpack_nm", mutates_args=())
+def unpack(values: Tensor, mask: Tensor, scales: Tensor | None = None, m: int = 4) -> Tensor:
+    """The dense `[R, K]` of values `[R, K*N/M]`, a mask `[R, K/8]` and, of int8 values, scales `[R, ceil(K/128)]`."""
+    return implementation("unpack_nm", mask)(values, mask, scales, m)
+
+
+@unpack.register_fake
+def _(values: Tensor, mask: Tensor, scales: Tensor | None = None, m: int = 4) -> Tensor:
+    return (values if scales is None else scales).new_empty(mask.shape[0], mask.shape[1] * 8)
 
 
 class GemmBackend(Protocol):
@@ -147,7 +168,8 @@ class DenseBackend(GemmBackend):
 DENSE = DenseBackend()
 
 _backends: dict[str, GemmBackend] = {DENSE.name: DENSE}
-_automatic: list[str] = []
+AUTOMATIC: dict[str, GemmBackend] = {}
+"""What `"auto"` asks, in order; dense math, which refuses nothing, comes after all of them."""
 
 
 def register_backend(backend: GemmBackend, *, auto: bool = False) -> None:
@@ -164,17 +186,11 @@ def register_backend(backend: GemmBackend, *, auto: bool = False) -> None:
     name = getattr(backend, "name", None)
     if not isinstance(name, str) or name in ("", "auto", DENSE.name):
         raise ValueError(f"register_backend: backend.name={name!r}: must be a name other than 'auto' and 'dense'")
-    unregister_backend(name)
+    for known in (_backends, AUTOMATIC):  # one that is registered again is the last
+        known.pop(name, None)
     _backends[name] = backend
     if auto:
-        _automatic.append(name)
-
-
-def unregister_backend(name: str) -> None:
-    """Remove a backend; nothing happens where there is none of this name."""
-    _backends.pop(name, None)
-    if name in _automatic:
-        _automatic.remove(name)
+        AUTOMATIC[name] = backend
 
 
 def backend_names() -> list[str]:
@@ -182,16 +198,13 @@ def backend_names() -> list[str]:
     return list(_backends)
 
 
-def find_backend(name: str) -> GemmBackend:
+def find_backend(name: str, device: torch.device) -> GemmBackend:
     backend = _backends.get(name) if isinstance(name, str) else None
     if backend is None:
         raise ValueError(f"backend={name!r} is not available; choose 'auto' or one of {backend_names()}")
+    if reason := backend.unsupported(device):
+        raise ValueError(f"backend={name!r}: {reason}; use 'auto'")
     return backend
-
-
-def automatic_backends() -> list[GemmBackend]:
-    """What `"auto"` asks, in order; dense math, which refuses nothing, comes after all of them."""
-    return [_backends[name] for name in _automatic]
 
 
 def pruned_form(backend: GemmBackend, is_transposed: bool) -> str:

@@ -78,11 +78,6 @@ def version() -> int | None:
     return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
 
 
-def is_slow_on(device: torch.device) -> bool:
-    """Whether this version is known to be slow on Hopper and Ada: 0.8.0, of CUDA 13 builds of torch up to 2.11."""
-    return version() == 800 and torch.cuda.get_device_capability(device) in ((8, 9), (9, 0))
-
-
 def compress_by_library(matrix: Tensor) -> Tensor:
     """A row-major 2:4 matrix `[m, k]` as the library stores it: `[m, columns]`, which no fake could know."""
     return torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)

@@ -9,8 +9,7 @@ from torch import Tensor
 from ..cpu import limits
 from ..dispatch import choose_kernels, implementation
 from ..formats import Packed
-from .backend import GemmBackend, GemmPlan
-from .operand import Operand
+from .backend import GemmBackend, GemmPlan, Operand
 from .problem import GemmProblem
 
 FEW_TOKENS = 64

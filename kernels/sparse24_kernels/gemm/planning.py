@@ -1,45 +1,32 @@
 """Which backend runs a GEMM, by which algorithm, and the operand as it stores it. Every plan has its reason."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ..checks import check_floating, check_is, check_matrix, check_packed
 from ..formats import Packed, Pattern
-from .backend import DENSE, GemmBackend, GemmPlan, automatic_backends, find_backend, register_backend
-from .cpu import CPU
-from .operand import Operand
+from .backend import AUTOMATIC, DENSE, GemmPlan, Operand, find_backend, register_backend
 from .packed import PACKED
 from .problem import GemmProblem
-from .sparse_tensor_cores import CUSPARSELT
+from .tuned import CPU, CUSPARSELT
 
 register_backend(CUSPARSELT, auto=True)
 register_backend(CPU, auto=True)
 
 
-class BackendChoice(NamedTuple):
-    """The name of a GEMM backend, and why it was chosen, in words."""
+def choose_backend(device: torch.device) -> tuple[str, str]:
+    """The name of the first backend of `"auto"` that supports `device`, and the reason in words.
 
-    backend: str
-    reason: str
-
-
-def choose_backend(requested: str, device: torch.device) -> BackendChoice:
-    """The backend that runs GEMMs on `device`, with the reason; of `"auto"`, the first that supports the device.
-
-    It still plans every GEMM by itself, and leaves to dense math what it refuses. ValueError: no such backend here.
+    It still plans every GEMM by itself, and leaves to dense math what it refuses. ValueError: `device` is none.
     """
     check_is(torch.device, "choose_backend", device=device)
-    if requested != "auto":
-        return BackendChoice(_requested(requested, device).name, "requested")
     refusals = []
-    for backend in automatic_backends():
+    for backend in AUTOMATIC.values():
         reason = backend.unsupported(device)
         if reason is None:
-            return BackendChoice(backend.name, "where a tuned GEMM beats dense, otherwise dense math")
+            return backend.name, "where a tuned GEMM beats dense, otherwise dense math"
         refusals.append(reason)
-    return BackendChoice(DENSE.name, "; ".join(refusals) or "no other backend is registered")
+    return DENSE.name, "; ".join(refusals)
 
 
 def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto") -> GemmPlan:
@@ -74,12 +61,12 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
     if backend == DENSE.name:
         return _dense(problem, device, "requested")
     if backend != "auto":
-        planned = _requested(backend, device).plan(problem, device, True)
+        planned = find_backend(backend, device).plan(problem, device, True)
         if isinstance(planned, str):
             return _dense(problem, device, planned)
         return planned._replace(reason=f"requested; {planned.reason}")
     elsewhere, refusals = [], []
-    for candidate in automatic_backends():
+    for candidate in AUTOMATIC.values():
         if reason := candidate.unsupported(device):
             elsewhere.append(reason)
             continue
@@ -142,14 +129,6 @@ def compress(matrix: Tensor | Packed, plan: GemmPlan) -> Operand:
         check_floating("compress", matrix=matrix)
         check_matrix("compress", matrix=matrix)
     return plan.backend.encode(matrix)
-
-
-def _requested(name: str, device: torch.device) -> GemmBackend:
-    backend = find_backend(name)
-    reason = backend.unsupported(device)
-    if reason:
-        raise ValueError(f"backend={name!r}: {reason}; use 'auto'")
-    return backend
 
 
 def _dense(problem: GemmProblem, device: torch.device, reason: str) -> GemmPlan:

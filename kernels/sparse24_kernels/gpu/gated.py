@@ -5,6 +5,8 @@ written along its own contiguous dimension; where those differ, the compiler tra
 Tensors that share one dense layout, whichever it is, are treated as a matrix of one row.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from .groups import on_its_device
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """act(gate) * up, laid out as `gate`: each input is read once."""
     out = torch.empty_like(gate)
-    _launch(_forward_kernel, [gate, up], [out], kind)
+    _launch([gate, up, None], [out, None], kind)
     return out
 
 
@@ -25,27 +27,26 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """The gradients of `gate` and `up`, laid out as they are, in one pass over the three inputs."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    _launch(_backward_kernel, [grad, gate, up], [grad_gate, grad_up], kind)
+    _launch([gate, up, grad], [grad_gate, grad_up], kind)
     return grad_gate, grad_up
 
 
-def _launch(kernel: triton.JITFunction, inputs: list[Tensor], results: list[Tensor], kind: str) -> None:
-    """`kernel(*inputs, *results)`, all of one shape; fills the results."""
-    tensors = inputs + results
-    size, strides = results[0].numel(), results[0].stride()
-    if not size:
+def _launch(inputs: list[Any], results: list[Any], kind: str) -> None:
+    """`_kernel(*inputs, *results)`, all of one shape or None; fills the results."""
+    tensors, out = inputs + results, results[0]
+    if not out.numel():
         return
-    if all(x.stride() == strides for x in tensors):
+    if all(x is None or x.stride() == out.stride() for x in tensors):
         # Results are dense, so these are all.
-        matrices = [x.as_strided((1, size), (0, 1)) for x in tensors]
+        matrices: list[Any] = [None if x is None else x.as_strided((1, x.numel()), (0, 1)) for x in tensors]
         ROWS, COLUMNS = 1, 4096
     else:
-        matrices = [x.reshape(-1, x.shape[-1]) for x in tensors]
+        matrices = [None if x is None else x.reshape(-1, x.shape[-1]) for x in tensors]
         ROWS, COLUMNS = 64, 64
     rows, columns = matrices[0].shape
-    kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
+    _kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
         *matrices,
-        *[stride for x in matrices for stride in x.stride()],
+        *[stride for x in matrices for stride in ((0, 0) if x is None else x.stride())],
         rows,
         columns,
         KIND=kind,
@@ -55,50 +56,26 @@ def _launch(kernel: triton.JITFunction, inputs: list[Tensor], results: list[Tens
         enable_fp_fusion=True,
     )
     for result, matrix in zip(results, matrices[len(inputs) :]):
-        if matrix.data_ptr() != result.data_ptr():
+        if result is not None and matrix.data_ptr() != result.data_ptr():
             # The strides of the leading dimensions fit no matrix, so `reshape` made a copy.
             result.copy_(matrix.view(result.shape))
 
 
 @triton.jit
-def _forward_kernel(
+def _kernel(
     gate,
     up,
+    grad,
     out,
+    grad_up,
     gate_row,
     gate_column,
     up_row,
     up_column,
-    out_row,
-    out_column,
-    rows,
-    columns,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row, column, inside = _tile(rows, columns, ROWS, COLUMNS)
-    x = tl.load(gate + row * gate_row + column * gate_column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_row + column * up_column, mask=inside, other=0.0).to(tl.float32)
-    activation, _ = _activation(x, KIND)
-    tl.store(out + row * out_row + column * out_column, (activation * u).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _backward_kernel(
-    grad,
-    gate,
-    up,
-    grad_gate,
-    grad_up,
     grad_row,
     grad_column,
-    gate_row,
-    gate_column,
-    up_row,
-    up_column,
-    grad_gate_row,
-    grad_gate_column,
+    out_row,
+    out_column,
     grad_up_row,
     grad_up_column,
     rows,
@@ -107,15 +84,20 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """The activation, or where there is a `grad` the gradients of gate and up."""
     row, column, inside = _tile(rows, columns, ROWS, COLUMNS)
-    g = tl.load(grad + row * grad_row + column * grad_column, mask=inside, other=0.0).to(tl.float32)
+    if grad is not None:
+        g = tl.load(grad + row * grad_row + column * grad_column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_row + column * gate_column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + column * up_column, mask=inside, other=0.0).to(tl.float32)
     activation, slope = _activation(x, KIND)
-    pointer = grad_gate + row * grad_gate_row + column * grad_gate_column
-    tl.store(pointer, (g * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
-    pointer = grad_up + row * grad_up_row + column * grad_up_column
-    tl.store(pointer, (g * activation).to(grad_up.dtype.element_ty), mask=inside)
+    if grad is None:
+        y = activation * u
+    else:
+        y = g * u * slope
+        pointer = grad_up + row * grad_up_row + column * grad_up_column
+        tl.store(pointer, (g * activation).to(grad_up.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_row + column * out_column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

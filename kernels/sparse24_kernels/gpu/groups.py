@@ -140,13 +140,6 @@ def nibble_of(k0, k1, k2, k3):
 
 
 @triton.jit
-def nibbles_to_bytes(nibbles):
-    """`[R, 2B]` -> `[R, B]`: the even column in the lower half of each byte."""
-    low, high = tl.split(nibbles.reshape(nibbles.shape[0], nibbles.shape[1] // 2, 2))
-    return low | (high << 4)
-
-
-@triton.jit
 def load_mask(ptr, row, left, column, rows, columns, BITS: tl.constexpr):
     """A slice of a mask, bool or packed bits in memory, as 0 or not 0 `[G, COLS]`; 0 outside the matrix."""
     if BITS:
@@ -168,7 +161,8 @@ def store_mask(ptr, nibble, row, left, column, rows, columns, BITS: tl.constexpr
         # Groups beyond the last column are zeros, two of which ties would keep; bits there must be 0.
         left_over = columns - left - 4 * tl.arange(0, column.shape[1] // 4)[None, :]
         nibble &= ((1 << tl.minimum(tl.maximum(left_over, 0), 4)) - 1).to(tl.uint8)
-        tl.store(ptr + row * width + byte, nibbles_to_bytes(nibble), mask=(row < rows) & (byte < width))
+        low, high = tl.split(nibble.reshape(nibble.shape[0], nibble.shape[1] // 2, 2))
+        tl.store(ptr + row * width + byte, low | (high << 4), mask=(row < rows) & (byte < width))
     else:
         keep = join4(nibble & 1, (nibble >> 1) & 1, (nibble >> 2) & 1, nibble >> 3)
         tl.store(ptr + row * columns + column, keep != 0, mask=(row < rows) & (column < columns))

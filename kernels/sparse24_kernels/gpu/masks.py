@@ -1,11 +1,11 @@
 """Triton: 2:4 masks by magnitude."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import reference
+from ..formats import empty_mask
 from .groups import LAUNCH, as_matrix, grid, load4, nibble_of, on_its_device, split4, store_mask, tile, two_largest
 
 
@@ -15,17 +15,12 @@ def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     if (n, m) != (2, 4):
         return reference.masks.nm_mask(weight, n, m, dim, packed)
     matrix, along = as_matrix(weight, dim)
-    rows, columns = matrix.shape
     # Packed bits run along the last dimension, which is the matrix's own unless there are more than two.
-    bits = packed and columns == weight.shape[-1]
-    shape = (rows, (columns + 7) // 8) if bits else (rows, columns)
-    mask = matrix.new_empty(shape, dtype=torch.uint8 if bits else torch.bool)
+    bits = packed and matrix.shape[1] == weight.shape[-1]
+    mask = empty_mask(weight, bits)
     if matrix.numel():
-        _nm_mask_kernel[grid(rows, columns)](matrix, mask, rows, columns, DIM=along, BITS=bits, **LAUNCH)
-    if bits:
-        return mask.view(*weight.shape[:-1], shape[1])
-    mask = mask.view(weight.shape)
-    return reference.masks.pack_bits(mask) if packed else mask
+        _nm_mask_kernel[grid(*matrix.shape)](matrix, mask, *matrix.shape, DIM=along, BITS=bits, **LAUNCH)
+    return reference.masks.pack_bits(mask) if packed and not bits else mask
 
 
 @triton.jit

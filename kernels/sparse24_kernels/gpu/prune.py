@@ -160,22 +160,17 @@ def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
 
 
 @triton.jit
-def _soften_row(x):
-    x0, x1, x2, x3 = split4(x)
-    y0, y1, y2, y3 = soften(x0, x1, x2, x3)
-    return join4(y0, y1, y2, y3)
-
-
-@triton.jit
 def _scale_kernel(
     weight, sums, rows, columns, DIM: tl.constexpr, L1: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
 ):
     _, _, row, column = tile(columns, G, COLS)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
+    RULE: tl.constexpr = "soft-threshold"
     if DIM == 1:
-        y0, y1, y2, y3 = _soften_row(x0), _soften_row(x1), _soften_row(x2), _soften_row(x3)
+        y0, y1 = _prune_row(x0, 1.0, RULE, False), _prune_row(x1, 1.0, RULE, False)
+        y2, y3 = _prune_row(x2, 1.0, RULE, False), _prune_row(x3, 1.0, RULE, False)
     else:
-        y0, y1, y2, y3 = soften(x0, x1, x2, x3)
+        y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, 1.0, RULE, False)
     if L1:
         wanted = tl.abs(x0) + tl.abs(x1) + tl.abs(x2) + tl.abs(x3)
         kept = tl.abs(y0) + tl.abs(y1) + tl.abs(y2) + tl.abs(y3)

@@ -1,4 +1,4 @@
-"""N:M masks by magnitude, masks as packed bits, and the number of entries in which two masks differ."""
+"""N:M masks by magnitude, and masks as packed bits."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,6 @@ from torch import Tensor
 def integer_of(x: Tensor) -> torch.dtype:
     """The integer dtype of the same size, for values that are only moved or compared."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-
-
-def groups(x: Tensor, m: int, dim: int) -> Tensor:
-    """View `dim` (size K) as two dimensions `[K/m, m]`, in place of `dim`."""
-    return x.unflatten(dim, (-1, m))
-
-
-def member_dim(dim: int) -> int:
-    """The dimension of a group's m members after `groups(x, m, dim)`."""
-    return dim if dim < 0 else dim + 1
 
 
 def _majority(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -39,8 +29,8 @@ def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     """Keep the n largest magnitudes of each group of m: bool, same shape as `weight`, or its packed bits."""
     # Without their sign, the bits of floats compare as integers, NaN above inf; that is faster on a CPU.
     integer = integer_of(weight)
-    magnitude = weight.view(integer) & torch.iinfo(integer).max
-    magnitude, member = groups(magnitude, m, dim), member_dim(dim)
+    magnitude = (weight.view(integer) & torch.iinfo(integer).max).unflatten(dim, (-1, m))
+    member = dim + 1
     if (n, m) == (2, 4):
         # Six comparisons instead of a sort: about 20 times faster on a CPU, and equal to it (tested exhaustively).
         keep = torch.stack(_two_largest_of_four(*magnitude.unbind(member)), member)
@@ -67,15 +57,3 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 def as_bool(mask: Tensor, like: Tensor) -> Tensor:
     """A mask of `like`'s shape as bool, from bool or packed bits."""
     return mask if mask.dtype == torch.bool else unpack_bits(mask, like.shape[-1])
-
-
-def as_bits(mask: Tensor) -> Tensor:
-    """A mask as packed bits, from bool or packed bits."""
-    return pack_bits(mask) if mask.dtype == torch.bool else mask
-
-
-def count_flips(before: list[Tensor], after: list[Tensor]) -> Tensor:
-    """int64 `[len(before)]`: the number of entries in which each pair of masks, as packed bits, differs."""
-    bits_set, device = torch.tensor([byte.bit_count() for byte in range(256)]), before[0].device
-    pairs = zip(before, after)
-    return torch.stack([bits_set.to(old.device)[(old ^ new).long()].sum().to(device) for old, new in pairs])

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .masks import groups, member_dim
 from .packed import in_form
 from .philox import uniform
 from .prune import wide
@@ -39,7 +38,7 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     has T = 0 and no length to sample from; with T = M instead, it is picked together with a zero. (Subnormals for which
     S/2 rounds to 0 have T = 0 too, and a bias of their own size.)
     """
-    values, member = groups(wide(x), 4, dim), member_dim(dim)
+    values, member = wide(x).unflatten(dim, (-1, 4)), dim + 1
     a = values.abs()
     a0, a1, a2, a3 = a.unbind(member)
     high01, high23 = torch.maximum(a0, a1), torch.maximum(a2, a3)
@@ -76,7 +75,7 @@ def _mvue_24(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
 
 def _mvue_12(x: Tensor, uniform: Tensor, dim: int) -> Tensor:
     """Exact 1:2 MVUE: keep x_i with probability |x_i| / (|x_0| + |x_1|), as sign(x_i) * (|x_0| + |x_1|)."""
-    values, member = groups(wide(x), 2, dim), member_dim(dim)
+    values, member = wide(x).unflatten(dim, (-1, 2)), dim + 1
     a0, a1 = values.abs().unbind(member)
     total = a0 + a1
     first = uniform * total < a0
@@ -92,7 +91,7 @@ def _mvue_24_approx(x: Tensor, uniform: Tensor, uniform2: Tensor, dim: int) -> T
     Each is divided by the exact probability of being drawn at all, p_i = a_i / S * (1 + sum_{j != i} r_j) with
     r_j = a_j / (S - a_j), so that the value of a drawn element is sign(x_i) * S / (1 + sum_{j != i} r_j).
     """
-    values, member = groups(wide(x), 4, dim), member_dim(dim)
+    values, member = wide(x).unflatten(dim, (-1, 4)), dim + 1
     parts = values.abs().unbind(member)
     others, total = _sums_of_the_other_three(*parts)
     ratios = [torch.where(other > 0, a / other, 0.0) for a, other in zip(parts, others)]

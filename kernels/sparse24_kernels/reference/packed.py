@@ -1,4 +1,4 @@
-"""A matrix packed and made dense again, the elements at its places, and a linear layer with a packed weight."""
+"""A matrix packed and made dense again, and a linear layer with a packed weight."""
 
 import torch
 from torch import Tensor
@@ -17,11 +17,6 @@ def select(matrix: Tensor, mask: Tensor, n: int, m: int) -> Tensor:
     """The elements of `[..., K]` that a mask keeps, n of every m in a row -> `[..., K*n/m]`."""
     shape = (*matrix.shape[:-1], matrix.shape[-1] * n // m)
     return matrix.new_empty(shape) if matrix.is_meta else matrix.masked_select(mask).view(shape)
-
-
-def gather_nm(matrix: Tensor, mask: Tensor) -> Tensor:
-    """The elements of `[R, K]`, R > 0, where a packed mask `[R, K/8]` has a one -> `[R, K*N/M]`."""
-    return matrix.masked_select(unpack_bits(mask, matrix.shape[1])).view(len(matrix), -1)
 
 
 def scaled(values: Tensor, scales: Tensor, k: int) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .masks import as_bool, groups, member_dim, nm_mask
+from .masks import as_bool, nm_mask
 from .packed import in_form
 
 
@@ -25,13 +25,14 @@ def prune(
         keep = nm_mask(weight, n, m, dim, packed=False) if mask is None else as_bool(mask, weight)
         # Multiplied, so that a NaN shows even where it is masked.
         pruned = weight * keep
-    pruned = cast(pruned, dtype)
+    # Zero is added after the cast, which may round a small negative value to -0.0.
+    pruned = pruned.to(dtype).add_(0.0)
     return [in_form(pruned, form) for form in forms]
 
 
 def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | None) -> Tensor:
     """sign(w) * max(|w| - t, 0) * scale, not rounded, with t the (m-n)-th smallest magnitude of the group."""
-    values, member = groups(wide(weight), m, dim), member_dim(dim)
+    values, member = wide(weight).unflatten(dim, (-1, m)), dim + 1
     if (n, m) == (2, 4):
         a0, a1, a2, a3 = (part.abs() for part in values.unbind(member))
         lows = torch.maximum(torch.minimum(a0, a1), torch.minimum(a2, a3))
@@ -50,12 +51,6 @@ def soft_threshold(weight: Tensor, n: int, m: int, dim: int, scale: Tensor | Non
 def wide(x: Tensor) -> Tensor:
     """In the precision that operations compute in: fp64 stays, anything else is fp32."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def cast(fresh: Tensor, dtype: torch.dtype) -> Tensor:
-    """`fresh` in `dtype`, never -0.0. May overwrite `fresh`."""
-    # After the cast, which may round a small negative value to -0.0. Adding zero makes it +0.0.
-    return fresh.to(dtype).add_(0.0)
 
 
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:

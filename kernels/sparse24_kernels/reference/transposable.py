@@ -91,8 +91,6 @@ def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
         from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
     except ImportError as error:
         raise ImportError("the min-cost-flow solver needs OR-tools: pip install ortools") from error
-    if tiles.is_meta:
-        return tiles > 0
     count, m, _ = tiles.shape
     largest = tiles.double().amax((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     costs = -(tiles.double() / largest * 2**40).round().long().flatten().cpu()

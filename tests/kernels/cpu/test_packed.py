@@ -8,6 +8,7 @@ import multiprocessing
 import threading
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sparse24_kernels as kernels
@@ -37,7 +38,7 @@ def is_rounded(path: str, dtype: torch.dtype, int8: bool, tokens: int) -> bool:
 
 @pytest.fixture(params=PATHS)
 def path(request):
-    with LIBRARY.using(request.param):
+    with patch.object(LIBRARY, "path", request.param):
         yield request.param
 
 

@@ -1,5 +1,7 @@
 """The kernels for CPUs that prune, bit for bit against the reference, on every path that this CPU runs."""
 
+from unittest.mock import patch
+
 import hypothesis.strategies as st
 import pytest
 import sparse24_kernels as kernels
@@ -7,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from kernel_cases import all_cases, assert_same_bits, check
 from sparse24_kernels import cpu, dispatch, reference
-from sparse24_kernels.cpu import decay
+from sparse24_kernels.cpu import prune
 from sparse24_kernels.cpu.library import load
 
 from recipes.benchmarks.cases import DTYPES, FP32, SPECIAL, draw
@@ -31,7 +33,7 @@ def equal_to_reference(name: str, *arguments) -> None:
 
 @every_path
 def test_kernels_equal_the_reference(path):
-    with LIBRARY.using(path):
+    with patch.object(LIBRARY, "path", path):
         for case in CASES:
             check(case, CPU, cpu)
 
@@ -67,7 +69,7 @@ paths = st.sampled_from(PATHS or [""])
 @given(paths, tensors(4), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_masks_of_anything(path, of, packed):
-    with LIBRARY.using(path):
+    with patch.object(LIBRARY, "path", path):
         equal_to_reference("nm_mask", of[0], 2, 4, of[1], packed)
 
 
@@ -76,7 +78,7 @@ def test_masks_of_anything(path, of, packed):
 def test_pruning_anything(path, of, dtype, rule, transposed):
     (weight, dim), scale = of, torch.tensor(-1.7).to(dtype) if rule == "soft-threshold" else None
     forms = ["transposed", "dense"] if transposed and weight.dim() == 2 else ["dense"]
-    with LIBRARY.using(path):
+    with patch.object(LIBRARY, "path", path):
         equal_to_reference("prune", weight, rule, 2, 4, dim, None, scale, dtype, forms)
 
 
@@ -87,7 +89,7 @@ def test_masking_anything(path, of, dtype, bits, strided):
     mask = draw(CPU, tuple(weight.shape), kind="ties") > 0
     mask = mask.mT.contiguous().mT if strided and mask.dim() > 1 else mask
     mask = reference.masks.pack_bits(mask) if bits else mask
-    with LIBRARY.using(path):
+    with patch.object(LIBRARY, "path", path):
         equal_to_reference("prune", weight, "mask", 2, 4, weight.dim() - 1, mask, None, dtype, ["dense"])
 
 
@@ -95,7 +97,7 @@ def test_masking_anything(path, of, dtype, bits, strided):
 @settings(max_examples=200, deadline=None)
 def test_mvue_of_anything(path, of, key, transposed):
     form = "transposed" if transposed and of[0].dim() == 2 else "dense"
-    with LIBRARY.using(path):
+    with patch.object(LIBRARY, "path", path):
         equal_to_reference("mvue", of[0], torch.tensor(key), 2, 4, of[1], "exact", form)
 
 
@@ -103,7 +105,7 @@ def test_mvue_of_anything(path, of, key, transposed):
 @settings(max_examples=100, deadline=None)
 def test_transposable_masks_of_anything(path, of, packed):
     weight = of[0].repeat(4, 1) if of[1] else of[0].repeat(1, 4)
-    with LIBRARY.using(path):
+    with patch.object(LIBRARY, "path", path):
         equal_to_reference("transposable_mask", weight, 2, 4, "exact", packed)
 
 
@@ -119,7 +121,7 @@ def test_any_number_of_threads_gives_the_same_bits(path):
         return [*made, kernels.apply_mask(weight, mask), kernels.transposable_mask(weight)]
 
     before = torch.get_num_threads()
-    with LIBRARY.using(path):
+    with patch.object(LIBRARY, "path", path):
         alone = everything()
         try:
             for threads in (2, 3, 7):
@@ -138,18 +140,17 @@ def test_decay_of_anything(path, of, bits, itself, alpha, kind):
     mask = draw(CPU, tuple(weight.shape), kind="ties") > 0
     mask = reference.masks.pack_bits(mask) if bits else mask
     ours, theirs = ((weight.clone(), None) if itself else (grad.clone(), weight) for _ in range(2))
-    with LIBRARY.using(path):
-        decay.masked_decay_([ours[0]], [ours[0] if itself else weight], [mask], [alpha])
+    with patch.object(LIBRARY, "path", path):
+        prune.masked_decay_([ours[0]], [ours[0] if itself else weight], [mask], [alpha])
     reference.decay.masked_decay_([theirs[0]], [theirs[0] if itself else weight], [mask], [alpha])
     assert_same_bits(ours[0], theirs[0], "decay.masked_decay_")
 
 
 @pytest.mark.skipif(PATHS == ["portable"], reason="no fused multiply-add")
 def test_decay_runs_in_its_kernel(monkeypatch):
-    ran, run = [], decay.run
-    monkeypatch.setattr(decay, "run", lambda rule, *others, **named: ran.append(rule) or run(rule, *others, **named))
-    weight = torch.randn(8, 8)
-    kernels.masked_decay_(torch.zeros(8, 8), weight, kernels.nm_mask(weight), 0.5)
+    ran, run = [], prune.run
+    monkeypatch.setattr(prune, "run", lambda rule, *others, **named: ran.append(rule) or run(rule, *others, **named))
+    kernels.masked_decay_(torch.zeros(8, 8), torch.randn(8, 8), torch.ones(8, 8, dtype=torch.bool), 0.5)
     assert ran == ["decay"]
 
 

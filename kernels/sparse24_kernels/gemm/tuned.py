@@ -1,20 +1,53 @@
-"""The backend of Nvidia's sparse tensor cores: cuSPARSELt's GEMMs by the algorithms that autotuning found."""
+"""The backends of what autotuning found to be faster: cuSPARSELt on sparse tensor cores, our kernels on CPUs."""
 
 import operator
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..formats import Packed
-from . import autotune, cusparselt
-from .backend import GemmBackend, GemmPlan
-from .operand import Operand, unpack
+from . import autotune, cpu_kernels, cusparselt
+from .backend import GemmBackend, GemmPlan, Operand
 from .problem import Algorithm, GemmProblem
 
 
+def _verdict(problem: GemmProblem, device: torch.device, requested: bool) -> autotune.Verdict | str:
+    """What autotuning says of a GEMM, or why it is left to dense math."""
+    if not problem.has_one_dtype:
+        return "the sparse GEMMs take operands of one dtype"
+    if reason := autotune.unsupported_matrix(problem, device):
+        return reason
+    verdict = autotune.choose(problem, device)
+    return verdict if requested or verdict.backend != "dense" else verdict.reason
+
+
+class CpuBackend(GemmBackend):
+    """GEMMs in fp32 with half the multiplications."""
+
+    name = "cpu"
+    takes_packed = True
+
+    def unsupported(self, device: torch.device) -> str | None:
+        if not autotune.uses_cpu_kernels(device):
+            return f"kernels that skip zeros need a CPU, not {device.type}"
+        return cpu_kernels.unsupported_device(device)
+
+    def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
+        verdict = _verdict(problem, device, requested)
+        return verdict if isinstance(verdict, str) else GemmPlan(self, verdict.reason)
+
+    def encode(self, matrix: Tensor | Packed) -> Operand:
+        return Operand(cpu_kernels.compress(super().encode(matrix).values))
+
+    def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
+        return cpu_kernels.linear(x, weight.values, bias)
+
+    def mm(self, sparse: Operand, dense: Tensor, plan: GemmPlan) -> Tensor:
+        return cpu_kernels.mm(sparse.values, dense)
+
+
 class CusparseltBackend(GemmBackend):
-    """GEMMs on sparse tensor cores. cuSPARSELt compresses the operand."""
+    """GEMMs on sparse tensor cores by the algorithms that autotuning found. cuSPARSELt compresses the operand."""
 
     name = "cusparselt"
 
@@ -22,14 +55,9 @@ class CusparseltBackend(GemmBackend):
         return cusparselt.unsupported_device(device)
 
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
-        if not problem.has_one_dtype:
-            return "the sparse GEMMs take operands of one dtype"
-        reason = cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
-        if reason:
-            return reason
-        verdict = autotune.choose(problem, device)
-        if not requested and verdict.backend == "dense":
-            return verdict.reason
+        verdict = _verdict(problem, device, requested)
+        if isinstance(verdict, str):
+            return verdict
         algorithm, wrong = verdict.algorithm, None
         if not verdict.measured:
             algorithm, wrong = Algorithm(), autotune.wrong_default(device, problem.dtype, problem.transposed)
@@ -39,7 +67,7 @@ class CusparseltBackend(GemmBackend):
         return GemmPlan(self, verdict.reason, algorithm)
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
-        matrix = cast(Tensor, unpack(*matrix) if isinstance(matrix, Packed) else matrix)
+        matrix = super().encode(matrix).values
         m, k = matrix.shape
         cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
         return Operand(cusparselt.compress(matrix, _columns(m, k, matrix.dtype, matrix.device)))
@@ -60,4 +88,5 @@ def _columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
     return cusparselt.library_columns(operator.index(m), operator.index(k), dtype, device)
 
 
+CPU = CpuBackend()
 CUSPARSELT = CusparseltBackend()
