@@ -69,7 +69,7 @@ def dense_equivalent(runs: list[Run], size: str, variant: str) -> float | None:
 
     Between two sizes, the loss is taken as linear in the logarithm of the parameters.
     """
-    loss = fmean(losses(runs, size, variant).values())
+    loss = fmean(losses(runs, size, "dense").values()) + fmean(gaps(runs, size, variant))
     points = [(math.log(count), fmean(losses(runs, name, "dense").values())) for name, count in sizes(runs).items()]
     for (small, high), (large, low) in pairwise(points):
         if low <= loss <= high:

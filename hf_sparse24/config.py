@@ -12,11 +12,11 @@ from sparse24_kernels.gemm.backend import backend_names
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .facts import FACTS, RunFacts
-from .messages import shown
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import FORMER_DEFAULTS, SHARED, Check, MethodSettings, one_of, plain
 from .module_names import check_module_names
 from .progress import get_logger
+from .tables import shown
 from .version import __version__
 
 logger = get_logger(__name__)
@@ -82,15 +82,9 @@ class Sparse24Config(QuantizationConfigMixin):
         dense_tail: int | float | None = None,
         **settings: Any,
     ):
-        shared = {
-            "method": plain(method),
-            "pattern": plain(pattern),
-            "layer_patterns": copy.copy(layer_patterns),
-            "target_modules": plain(target_modules),
-            "exclude_modules": plain(exclude_modules),
-            "layers_to_transform": plain(layers_to_transform),
-            "backend": plain(backend),
-        }
+        patterns = copy.copy(layer_patterns)
+        values = method, pattern, patterns, target_modules, exclude_modules, layers_to_transform, backend
+        shared = {name: plain(value) for name, value in zip(SHARED, values)}
         settings |= {"dense_start": dense_start, "dense_tail": dense_tail}
         given = {name: plain(value) for name, value in settings.items() if value is not None}
         cls = method_class(shared["method"])
@@ -132,16 +126,6 @@ class Sparse24Config(QuantizationConfigMixin):
             Their values by name.
         """
         return dict(self._given)
-
-    @property
-    def n(self) -> int:
-        """N of the pattern N:M."""
-        return Pattern.parse(self.pattern).n
-
-    @property
-    def m(self) -> int:
-        """M of the pattern N:M."""
-        return Pattern.parse(self.pattern).m
 
     def fields(self) -> dict[str, Any]:
         """Return all values, those of the method's settings included.

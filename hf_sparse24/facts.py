@@ -1,9 +1,8 @@
 """RunFacts: what a run has learned. config.json has these facts and the config."""
 
 import copy
-import dataclasses
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from .packed_format import PackedFormat
@@ -52,5 +51,5 @@ class RunFacts:
         return cls(phase, values.get("finished") is True, form, pruning, values.get("marked") is True)
 
 
-FACTS = tuple(field.name for field in dataclasses.fields(RunFacts))
+FACTS = tuple(field.name for field in fields(RunFacts))
 """The keys of `config.json` that belong to the run; all others belong to the config."""

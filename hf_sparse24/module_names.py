@@ -14,7 +14,7 @@ from typing import Any
 
 import regex
 
-from .messages import shown
+from .tables import shown
 
 TARGET_GROUPS = ("mlp", "attention", "all-linear")
 
@@ -47,7 +47,7 @@ class ModuleNames:
             self.endings = value
         elif self.group is None and _NAME.fullmatch(value):
             self.endings = [value]
-        self._expression = None if self.group or self.endings else _compile(field, str(value))
+        self._expression: Any = None if self.group or self.endings else _compile(field, str(value))
         self._seconds_left = MATCH_SECONDS
 
     def picks(self, names: Sequence[str], sublayer: str | None) -> bool:
@@ -59,7 +59,6 @@ class ModuleNames:
         return any(self._matches(name) for name in names)
 
     def _matches(self, name: str) -> bool:
-        assert self._expression is not None
         started = time.monotonic()
         try:
             found = self._expression.fullmatch(name, timeout=max(self._seconds_left, 1e-3))

@@ -9,11 +9,11 @@ from torch import nn
 
 from .config import SavedConfig, Sparse24Config, fixed_differences
 from .facts import RunFacts
-from .messages import shown
 from .methods import SparseMethod, method_class
-from .methods.context import DENSE_PHASE
+from .methods.base import DENSE_PHASE
 from .methods.settings import SHARED
 from .progress import get_logger
+from .tables import shown
 from .weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
@@ -155,7 +155,7 @@ def set_phase(model: nn.Module, phase: str) -> None:
     masks and scales of its weights as they are now.
 
     Args:
-        model: a patched model. One without a run, such as a dense model, stays as it is.
+        model: a patched model, whole. One without a run, such as a dense model, stays as it is.
         phase: `"sparse"`, `"dense"`, or another phase of the method.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tables as text, HTML and Markdown, and the base of reports that show themselves as one."""
+"""Tables as text, HTML and Markdown, the base of reports that show themselves as one, and values in error messages."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -66,3 +66,17 @@ def markdown_table(head: Row, rows: Iterable[Row]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     cells = ([str(cell).replace("|", "&#124;") for cell in line] for line in lines)
     return "\n".join(" | ".join(["", *line, ""]).strip() for line in cells)
+
+
+def shown(value: object) -> str:
+    """A value in an error message: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception as error:  # such as an int of more than 4300 digits
+        text = f"<{type(value).__name__}, which cannot be printed: {error}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def print_table(rows: Iterable[Row]) -> None:
+    """Print rows as aligned and indented lines."""
+    print(text_table(rows, indent="  "))

@@ -12,7 +12,7 @@ from transformers.training_args import TrainingArguments
 from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
 from hf_sparse24.methods import method_class
 from hf_sparse24.patching.ownership import unwrap
-from hf_sparse24.training.mask_metrics import fresh_masks, measuring_interval
+from hf_sparse24.training.step_masks import fresh_masks, measuring_interval
 from hf_sparse24.weights.sparse_weight import SparseWeight, first_of_each
 
 

@@ -81,7 +81,7 @@ def patch_sparse_base(model: PreTrainedModel, config: Sparse24Config) -> None:
     if is_patched:
         return
     weights = sparse_weights(model)
-    dense = [name for name, w in weights.items() if not is_nm_sparse(w.parameter, config.n, config.m, w.input_dim)]
+    dense = [name for name, w in weights.items() if not is_nm_sparse(w.parameter, *w.pattern, w.input_dim)]
     if dense:
         raise UsageError(
             f"{len(dense)} of {len(weights)} weights that target_modules names are dense, such as {dense[0]}, and an "

@@ -10,6 +10,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -47,7 +48,7 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     manifest.unlink(missing_ok=True)  # written last: a directory without one is not finished
-    documents = read_stdlib()[:max_files]
+    documents = read_stdlib(max_files)
     train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
     validation = documents[HELD_OUT - 1 :: HELD_OUT]
     replace_file(directory / "train.jsonl", jsonl(train))
@@ -57,9 +58,9 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
     return directory
 
 
-def read_stdlib() -> list[str]:
+def read_stdlib(max_files: int | None = None) -> list[str]:
     """The standard library's modules as text, sorted by path; without tests and installed packages."""
-    return [text for _, text in read_modules()]
+    return [text for _, text in islice(read_modules(), max_files)]
 
 
 def read_modules() -> Iterator[tuple[str, str]]:

@@ -4,7 +4,3 @@
 into PEFT's layers. `merging.py` merges, unmerges, and gives a model without its adapters. `bypass.py` refuses adapters
 that compute with the dense master weight.
 """
-
-from .bypass import bypasses_layer, check_adapters, is_adapter
-
-__all__ = ["bypasses_layer", "check_adapters", "is_adapter"]

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import read_json
-from ..messages import shown
 from ..metrics import all_finite, is_nm_sparse
 from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, packed_weight_name
+from ..tables import shown
 from ..weights.packed_weight import wrong_packed
 from .replacing import CONFIG
 from .safetensors_file import DTYPES, open_safetensors

@@ -5,13 +5,11 @@ The format: docs/packed_format.md. Only safetensors and JSON are read, so no cod
 
 import os
 from collections.abc import Set
-from typing import cast
 
 import torch
 from safetensors import safe_open
 from sparse24_kernels import Packed, Pattern
 from sparse24_kernels.formats import scale_columns, unpackable
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..layers.packed import pack_weight
@@ -101,7 +99,7 @@ def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
         stored = tensors.keys() - module._non_persistent_buffers_set
         # An offloaded one is on the meta device, and no longer the tensor that was read.
         kept = {key for key in stored if tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}}
-        missing = sorted(key for key in stored - kept if not was_loaded(tensors[key]))
+        missing = sorted(key for key in stored - kept if not getattr(tensors[key], "_is_hf_initialized", False))
         found = weight.storage.packed
         wrong = f"{missing} were not in its files" if missing else None
         if not missing and not found.values.is_meta:
@@ -118,8 +116,3 @@ def _replace_indices(weight: SparseWeight, packed: Packed) -> None:
         packed.mask._is_hf_initialized = True  # type: ignore[attr-defined]  # for the check of the module's next weight
         weight.module.register_buffer(mask, packed.mask)
         weight.state.names = tuple(mask if name == indices else name for name in weight.state.names)
-
-
-def was_loaded(tensor: Tensor) -> bool:
-    """Whether Transformers has read a tensor from a file; any other is uninitialised memory."""
-    return cast(bool, getattr(tensor, "_is_hf_initialized", False))

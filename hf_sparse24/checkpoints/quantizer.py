@@ -33,7 +33,7 @@ from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights, wrong_states
 from ..weights.storage import PACKED
-from .packed_files import check_files, check_packed, make_packed, was_loaded
+from .packed_files import check_files, check_packed, make_packed
 from .safetensors_file import open_safetensors
 
 register_quantization_config("sparse24")(SavedConfig)
@@ -125,7 +125,8 @@ class Sparse24Quantizer(HfQuantizer):
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
             # Transformers marks what it read from a file. What it did not read is uninitialised memory.
-            missing = [name for name, tensor in _method_tensors(model).items() if not was_loaded(tensor)]
+            tensors = _method_tensors(model)
+            missing = [name for name, x in tensors.items() if not getattr(x, "_is_hf_initialized", False)]
             has_marker = any(name.endswith(MARKER) for name in self.names_in_files)
             missing += [MARKER] if self.saved.facts.marked and self.names_in_files and not has_marker else []
             if missing:

@@ -25,8 +25,7 @@ from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
-from .made_classes import Made, made_class
-from .sparse_module import PackedModule, SparseModule, reject_other_graphs, trained_parameter
+from .sparse_module import Made, PackedModule, SparseModule, made_class, reject_other_graphs, trained_parameter
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -111,8 +110,8 @@ class SparseExperts(StackedExperts, SparseModule):
             self.running.pop()
 
     def extra_repr(self) -> str:
-        method = next(iter(self.sparse24.values())).method.name
-        return f"{super().extra_repr()}\nmethod={method}, phase={self.phase}"
+        weight = next(iter(self.sparse24.values()))
+        return f"{super().extra_repr()}\nmethod={weight.method.name}, phase={weight.run.phase}"
 
 
 class PackedExperts(StackedExperts, PackedModule):

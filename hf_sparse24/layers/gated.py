@@ -10,7 +10,7 @@ import torch
 from sparse24_kernels.gated import GATED_ACTIVATIONS
 from torch import Tensor, nn
 
-from .made_classes import Made, made_class
+from .sparse_module import Made, made_class
 
 
 class Layout(NamedTuple):

@@ -20,7 +20,7 @@ the pruned weight, passed straight through. Only where the method says `keeps_ze
 """
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import sparse24_kernels as kernels
 import torch
@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED, Gemm
+from ..weights.input_dim import input_dim_of
 from ..weights.sparse_weight import SparseWeight
 from .sparse_module import SparseModule, reject_other_graphs, trained_parameter
 
@@ -114,16 +115,10 @@ def _rounded(gemm: Gemm, format: str, *operands: Tensor) -> tuple[Tensor, ...]:
 class Sparse24Layer(SparseModule):
     """What `Sparse24Linear` and `Sparse24Conv1D` share: the GEMMs with a sparse weight."""
 
-    input_dim: int
-    """Which dimension of `.weight` is the input dimension, -1 or -2."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise TypeError(f"{type(self).__name__} is made from a dense layer: use patch_model or from_dense")
-
     @classmethod
     def from_dense(cls, module: nn.Module, run: SparseRun, pattern: Pattern | None = None, name: str = "") -> nn.Module:
         """Turn `module` into a sparse layer in place, with `pattern` or that of the `run`."""
-        SparseWeight.attach(module, "weight", cls.input_dim, run, pattern, name)
+        SparseWeight.attach(module, "weight", input_dim_of(module), run, pattern, name)
         module.__dict__["dense_class"] = type(module)
         module.__class__ = cls
         return module
@@ -145,9 +140,9 @@ class Sparse24Layer(SparseModule):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        if self.input_dim == -2:
+        if sparse.input_dim == -2:
             weight = weight.t()
-        run, (out, inputs) = sparse.run, weight.shape
+        run, rng_key, (out, inputs) = sparse.run, sparse.rng_key, weight.shape
         gemms = method.gemms
         tokens, backend = x.numel() // inputs, run.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
@@ -169,24 +164,14 @@ class Sparse24Layer(SparseModule):
         operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype, tokens)
         output_weight, input_weight = operands[0], None if wanted[-1] == wanted[0] else operands[-1]
         output = _SparseLinearFunction.apply(
-            x,
-            weight,
-            output_weight,
-            input_weight,
-            bias,
-            sparse.rng_key,
-            gemms,
-            output_plan,
-            input_plan,
-            backend,
-            encode,
+            x, weight, output_weight, input_weight, bias, rng_key, gemms, output_plan, input_plan, backend, encode
         )
         return method.adapt_output(x, output, sparse.state.parameters, run.phase)
 
     def extra_repr(self) -> str:
         sparse = self.sparse24["weight"]
         (out, inputs), method = sparse.sizes, sparse.method.name
-        return f"in={inputs}, out={out}, bias={self.bias is not None}, method={method}, phase={self.phase}"
+        return f"in={inputs}, out={out}, bias={self.bias is not None}, method={method}, phase={sparse.run.phase}"
 
 
 def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:
@@ -204,8 +189,6 @@ class Sparse24Linear(Sparse24Layer, nn.Linear):
         bias: as in the dense layer: `[out]`, or None.
     """
 
-    input_dim = -1
-
 
 class Sparse24Conv1D(Sparse24Layer, Conv1D):
     """GPT-2's `Conv1D` with an N:M sparse weight, sparse along `in`; otherwise like `Sparse24Linear`.
@@ -215,5 +198,4 @@ class Sparse24Conv1D(Sparse24Layer, Conv1D):
         bias: `[out]`, as in the dense layer.
     """
 
-    input_dim = -2
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"

@@ -23,11 +23,9 @@ from ..run import SparseRun
 from ..weights.gemms import PRUNED
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
-from ..weights.storage import PackedFrozen, PackedMaster
-from ..weights.view import WeightView
+from ..weights.storage import PackedFrozen, PackedMaster, WeightView
 from .experts import PackedExperts
-from .made_classes import made_class
-from .sparse_module import PackedModule, reject_other_graphs
+from .sparse_module import PackedModule, made_class, reject_other_graphs
 
 # Of the dense gradient that a packed master makes at a time. On a CPU it stays in the cache until its values are taken;
 # on a GPU each block waits for the device, so that few large ones are better.

@@ -1,6 +1,8 @@
-"""SparseModule and PackedModule: how modules with sparse or packed weights are saved, loaded, cast and copied."""
+"""How modules with sparse or packed weights are saved, loaded, cast and copied; classes that are made at run time."""
 
-from typing import Any, cast
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, ClassVar, cast
 
 import sparse24_kernels as kernels
 import torch
@@ -10,6 +12,29 @@ from torch.autograd.function import once_differentiable
 from ..facts import MARKER
 from ..weights import sharding
 from ..weights.sparse_weight import SparseWeight, wrong_state
+
+
+class Made:
+    """The base of what stands in front of a module's own class. pickle finds no made class by name, so an instance is
+    pickled by `made_of`, the arguments of `made_class`. `members(key)` are the attributes of the class for a key."""
+
+    prefix: ClassVar[str]
+    made_of: ClassVar[tuple[type, type, Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, self.made_of, self.__dict__
+
+
+@cache
+def made_class(front: Any, own: type, key: Hashable) -> Any:
+    """The subclass of a module's `own` class with `front` before it; one for each `key`."""
+    members = front.members(key) | {"made_of": (front, own, key)}
+    return type(f"{front.prefix}{own.__name__}", (front, own), members)
+
+
+def _empty(front: Any, own: type, key: Hashable) -> Any:
+    cls = made_class(front, own, key)
+    return cls.__new__(cls)
 
 
 @torch.compiler.assume_constant_result  # torch.export's strict mode takes the flag for False
@@ -66,6 +91,10 @@ class WeightModule(nn.Module):
 
     sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]
+    made_by: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise TypeError(f"{type(self).__name__} is made from a dense module: use {self.made_by}")
 
     def _replicate_for_data_parallel(self):
         way = "start one process for each GPU (torchrun, accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)"
@@ -75,8 +104,7 @@ class WeightModule(nn.Module):
 class PackedModule(WeightModule):
     """The base of packed layers and of packed stacked experts."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise TypeError(f"{type(self).__name__} is made from a dense module: use pack_model")
+    made_by = "pack_model"
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in self.__dict__.get("sparse24", {}):
@@ -87,10 +115,7 @@ class PackedModule(WeightModule):
 class SparseModule(WeightModule):
     """The base of sparse layers and of sparse stacked experts. The method's state is in buffers of the module."""
 
-    @property
-    def phase(self) -> str:
-        """`"dense"`: it computes with its master weights; otherwise with its sparse ones."""
-        return next(iter(self.sparse24.values())).run.phase
+    made_by = "patch_model"
 
     def __setattr__(self, name, value):
         if type(value).__module__.startswith("torchao.") and name in self.__dict__.get("sparse24", {}):

@@ -5,10 +5,9 @@
 
 from ..weights.rules import Magnitude, Mask, SoftThreshold, Values
 from ..weights.sharding import whole
-from ..weights.view import WeightView
+from ..weights.storage import WeightView
 from . import fixed_mask, s_ste, slope, sr_ste, ste, step, t_sr_ste  # noqa: F401  each registers its method
-from .base import SparseMethod
-from .context import Piece, StepContext
+from .base import Piece, SparseMethod, StepContext
 from .fixed_mask import FixedMask, KeptMaskMethod
 from .masked_adamw import GroupTensors, MaskedAdamW, step_param_groups
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings

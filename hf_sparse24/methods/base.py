@@ -27,7 +27,8 @@ merging an adapter:      state_of_pruned(view)
 counting flips, decay:   mask(view)
 """
 
-import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -36,9 +37,61 @@ from torch import Tensor
 
 from ..weights.gemms import Gemms, standard_gemms
 from ..weights.rules import Mask, Rule, mask_of
-from ..weights.view import WeightView
-from .context import DENSE_PHASE, Piece, StepContext
+from ..weights.sparse_weight import SparseWeight
+from ..weights.storage import WeightView
 from .settings import GemmSettings, MethodSettings, PhaseSettings, StandardSettings, sparse_steps
+
+DENSE_PHASE = "dense"
+"""The phase in which a model computes with its master weights."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Where training stands.
+
+    Attributes:
+        step: optimizer steps done.
+        total_steps: optimizer steps of the whole run.
+        phase: how the model computes now.
+        optimizer: the optimizer itself, never a wrapper.
+        weights: the sparse weights by name: `.parameters` are the tensors of `init_parameters`, `.state` the buffers of
+            `init_state`. With FSDP2 and tensor parallelism both may be DTensors; `whole` gathers one.
+    """
+
+    step: int
+    total_steps: int
+    phase: str
+    optimizer: torch.optim.Optimizer
+    weights: Mapping[str, SparseWeight] = field(repr=False)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the model computes with its dense master weights."""
+        return self.phase == DENSE_PHASE
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this process updates of a weight that has a gradient: all of it, its rows by FSDP2, or its share of a
+    flat group of DeepSpeed ZeRO. All tensors have one shape.
+
+    Attributes:
+        name: of the weight.
+        values: of the dense master weight. May be changed in place.
+        gradient: clipped and unscaled, as the optimizer will use it. Changed in place.
+        learning_rate: what the optimizer uses now.
+    """
+
+    name: str
+    values: Tensor
+    gradient: Tensor
+    learning_rate: float
+    make_mask: Callable[[], Tensor] = field(repr=False)
+
+    @property
+    def mask(self) -> Tensor:
+        """Which entries the method keeps: bool, or packed bits as every function of `sparse24_kernels` takes them."""
+        return self.make_mask()
 
 
 class SparseMethod:
@@ -95,7 +148,7 @@ class SparseMethod:
 
     def __init__(self, settings: Any, pattern: Pattern):
         self.settings, self.pattern = settings, pattern
-        names = [f.name for f in dataclasses.fields(GemmSettings)]
+        names = [f.name for f in fields(GemmSettings)]
         chosen = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
         own = self.overrides("prune_grad_input")
         self.gemms: Gemms = standard_gemms(pattern, transposable=self.transposable, own_grad_input=own, **chosen)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..weights.gemms import PRUNED
 from ..weights.rules import Mask
-from ..weights.view import WeightView
+from ..weights.storage import WeightView
 from .base import SparseMethod
 from .registry import register_method
 from .settings import MasterSettings, StandardSettings

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from sparse24_kernels.decay import foreach_masked_decay_
 
-from .base import SparseMethod
-from .context import Piece, StepContext
+from .base import Piece, SparseMethod, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
 
 AUTO = "auto"
@@ -47,6 +46,10 @@ class MaskedDecayMethod(SparseMethod):
         if self.settings.masked_decay == AUTO:
             way = "set a number here, such as that of Sparse24Trainer(...).tune_masked_decay()"
             raise ValueError(f"masked_decay='auto': only Sparse24Trainer determines it; {way}")
+        needs_rate = self.settings.masked_decay and self.settings.decay_on == "weight"
+        if needs_rate and any(group.get("lr") is None for group in optimizer.param_groups):
+            way = "give it one, or set decay_on='gradient'"
+            raise ValueError(f"decay_on='weight' needs a learning rate, which {type(optimizer).__name__} lacks: {way}")
         super().check_run(total_steps, optimizer)
 
     def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:

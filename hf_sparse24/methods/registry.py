@@ -5,8 +5,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..messages import shown
-from ..tables import html_table
+from ..tables import html_table, shown
 from .base import SparseMethod
 from .settings import RESERVED, MethodSettings
 

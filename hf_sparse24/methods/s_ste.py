@@ -31,9 +31,8 @@ from torch import Tensor
 
 from ..weights.rules import SoftThreshold
 from ..weights.sharding import whole
-from ..weights.view import WeightView
-from .base import SparseMethod
-from .context import StepContext
+from ..weights.storage import WeightView
+from .base import SparseMethod, StepContext
 from .registry import register_method
 from .settings import GemmSettings, PhaseSettings, one_of, setting, with_default
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..facts import FACTS
-from ..messages import shown
+from ..tables import shown
 
 Check = Callable[[Any], str | None]  # says what a value must be, where it is not; None where it is
 
 SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modules", "layers_to_transform", "backend")
 """The fields of a config that every method has; all others are settings of the method."""
 
-RESERVED = (*SHARED, *FACTS, "settings", "n", "m", "quant_method", "hf_sparse24_version")
+RESERVED = (*SHARED, *FACTS, "settings", "quant_method", "hf_sparse24_version")
 """What a setting cannot be called, because a config has it already."""
 
 FORMER_DEFAULTS = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned", "whole_names": True}

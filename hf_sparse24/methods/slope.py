@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from ..weights.rules import Values
-from ..weights.view import WeightView
+from ..weights.storage import WeightView
 from .fixed_mask import FixedMask
 from .registry import register_method
 from .settings import LENGTH, is_positive_length, one_of, setting, to_steps

@@ -13,7 +13,7 @@ Method card
 """
 
 from ..weights.rules import Magnitude
-from ..weights.view import WeightView
+from ..weights.storage import WeightView
 from .base import SparseMethod
 from .registry import register_method
 

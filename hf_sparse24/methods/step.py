@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .context import StepContext
+from .base import StepContext
 from .registry import register_method
 from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting, sparse_steps, to_steps
 from .ste import STE

@@ -29,7 +29,7 @@ import sparse24_kernels as kernels
 from sparse24_kernels.transposable import SOLVERS
 from torch import Tensor
 
-from ..weights.view import WeightView
+from ..weights.storage import WeightView
 from .fixed_mask import KeptMaskMethod
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .registry import register_method

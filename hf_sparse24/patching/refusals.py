@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..adapters.merging import check_unmerged
 from ..config import SavedConfig
 from ..metrics import all_finite
 from ..weights.sharding import local, total
@@ -40,13 +39,6 @@ def check_trainable(model: nn.Module) -> None:
         raise ValueError(f"the model has packed masters already (master='packed'), and trains as it is: {way}")
 
 
-def check_patchable(model: nn.Module) -> None:
-    """Raise ValueError where a dense model cannot be patched as it is."""
-    reject_wrapped(model)
-    _reject_quantized(model)
-    check_unmerged(model)
-
-
 def reject_wrapped(model: nn.Module) -> None:
     for module in model.modules():
         for cls in type(module).__mro__:
@@ -56,7 +48,7 @@ def reject_wrapped(model: nn.Module) -> None:
             raise ValueError(f"cannot patch this model: {_WRAPPERS['OptimizedModule']}")
 
 
-def _reject_quantized(model: nn.Module) -> None:
+def reject_quantized(model: nn.Module) -> None:
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is None:
         return

@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+from sparse24_kernels import Pattern
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..adapters.attaching import attach_adapters
+from ..adapters.merging import check_unmerged
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
@@ -20,7 +22,7 @@ from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from ..weights.storage import TRAINED
 from .masters import check_masters, pack_masters, wants_packed_master
 from .ownership import adopt, check_not_offloaded, name_layers, write_config
-from .refusals import check_module, check_patchable, check_trainable, reject_non_finite, reject_wrapped
+from .refusals import check_module, check_trainable, reject_non_finite, reject_quantized, reject_wrapped
 from .report import PatchReport, make_report
 from .targets import Candidate, find_candidates
 
@@ -62,10 +64,12 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     run = sparse_run(model)
     if run is not None:
         return _patch_again(model, run, config)
-    check_patchable(model)
+    reject_wrapped(model)
+    reject_quantized(model)
+    check_unmerged(model)
     run = SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
-    is_pretrained = _loses_weights(candidates, run.config)
+    is_pretrained = _loses_weights(candidates, run.method.pattern)
     _make_sparse(model, run, candidates)
     adopt(model)
     report = make_report(model, run, candidates, is_pretrained)
@@ -96,13 +100,13 @@ def named_config(model: Any) -> Sparse24Config | None:
     return Sparse24Config.from_dict(named)
 
 
-def _loses_weights(candidates: list[Candidate], config: Sparse24Config) -> bool:
+def _loses_weights(candidates: list[Candidate], pattern: Pattern) -> bool:
     """Whether the first weight that becomes sparse is from a file, and has more non-zeros than the pattern leaves."""
     parameter = next((candidate.weight for candidate in candidates if candidate.skipped is None), None)
     if parameter is None or parameter.is_meta or not getattr(parameter, "_is_hf_initialized", False):
         return False  # Transformers marks what it has read from a file
     weight = local(parameter)
-    return bool(weight.count_nonzero() > weight.numel() * config.n / config.m)
+    return bool(weight.count_nonzero() > weight.numel() * pattern.n / pattern.m)
 
 
 def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
-from ..adapters import bypasses_layer, is_adapter
+from ..adapters.bypass import bypasses_layer, is_adapter
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
 from ..weights.input_dim import find_input_dim

@@ -83,7 +83,7 @@ def _errors(
                 try:
                     for n in LEVELS:
                         with torch.autocast(weight.device.type, enabled=False):
-                            weight.copy_(CRITERIA["sparsegpt"].prune(wide, inputs, Pattern(n, M), options.damping)[0])
+                            weight.copy_(CRITERIA["sparsegpt"](wide, inputs, Pattern(n, M), options.damping)[0])
                         found[n] = torch.cat([example.error() for example in examples]).mean().item()
                 finally:
                     weight.copy_(dense)

@@ -36,6 +36,7 @@ def ridge(gram: Tensor, damping: float) -> float:
     return damping * (gram.diagonal().mean().item() or 1.0)
 
 
+MAX_ITERATIONS, SWEEPS = 300, 2  # of `least_squares` and of `round_to_int8`
 WIDTH = 128
 """Columns that `sparsegpt` and `round_to_int8` finish before they touch those further right, for speed."""
 
@@ -91,13 +92,7 @@ def _inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
 
 
 def least_squares(
-    weight: Tensor,
-    mask: Tensor,
-    gram: Tensor,
-    penalty: Tensor,
-    start: Tensor,
-    tolerance: float = 0.02,
-    max_iterations: int = 300,
+    weight: Tensor, mask: Tensor, gram: Tensor, penalty: Tensor, start: Tensor, tolerance: float = 0.02
 ) -> Tensor:
     """Return the weights on `mask` whose output is closest to that of the dense `weight`: `[out, in]`, zero elsewhere.
 
@@ -121,7 +116,7 @@ def least_squares(
     direction = residual * inverse
     size = torch.linalg.vecdot(residual, direction)[:, None]
     goal, gained = limits.eps * size, True
-    for _ in range(max_iterations):
+    for _ in range(MAX_ITERATIONS):
         image = (direction @ damped).mul_(free)
         curvature = torch.linalg.vecdot(direction, image)[:, None]
         active = (size > goal) & (curvature > 0)  # rows that have converged wait for the others
@@ -139,15 +134,7 @@ def least_squares(
     return result
 
 
-def round_to_int8(
-    weight: Tensor,
-    gram: Tensor,
-    pattern: Pattern,
-    damping: float,
-    dtype: torch.dtype,
-    sweeps: int = 2,
-    width: int = WIDTH,
-) -> Tensor:
+def round_to_int8(weight: Tensor, gram: Tensor, pattern: Pattern, damping: float, dtype: torch.dtype) -> Tensor:
     """Return a pruned weight as int8 values times scales, those with a small output error: `[out, in]`.
 
     Starts from `quantize_packed` of the weight in `dtype`, keeps its scales, and goes over the columns: each takes the
@@ -160,9 +147,9 @@ def round_to_int8(
     steps = packed.scales.to(weight).repeat_interleave(128, 1)[:, : weight.shape[1]]
     result = kernels.unpack_nm(packed).to(weight)
     free = (weight != 0) & (result.abs() < 126.5 * steps) & (gram.diagonal() > 0)
-    for _ in range(sweeps):
-        for left in range(0, weight.shape[1], width):
-            right = min(left + width, weight.shape[1])
+    for _ in range(SWEEPS):
+        for left in range(0, weight.shape[1], WIDTH):
+            right = min(left + WIDTH, weight.shape[1])
             gradient = (result - weight) @ gram[:, left:right]
             for j in range(left, right):
                 before = result[:, j].clone()
@@ -171,8 +158,3 @@ def round_to_int8(
                 result[:, j] = torch.where(free[:, j], after, before)
                 gradient += (result[:, j] - before)[:, None] * gram[j, left:right]
     return result
-
-
-def output_norm(weight: Tensor, gram: Tensor) -> float:
-    """Return `||X weight^T||_F`, from the Gram matrix of X."""
-    return ((weight @ gram) * weight).sum().clamp(min=0).sqrt().item()

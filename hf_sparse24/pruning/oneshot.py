@@ -164,8 +164,7 @@ def oneshot(
         unpatch_model(model, sparse=False)
         raise
     tokens = max(layer.tokens for layer in layers.values())
-    run = sparse_run(model)
-    assert run is not None  # patched above
+    run: Any = sparse_run(model)
     chosen = {} if budget is None else {"budget": budget}
     run.record(pruning=asdict(options) | chosen | {"batches": len(batches), "tokens": tokens})
     reports = {name: layers[layer_name(name)] for name in weights if layer_name(name) in layers}

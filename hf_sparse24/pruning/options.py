@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparse24_kernels import Pattern, apply_mask, nm_mask, transposable_mask
 from torch import Tensor
@@ -22,14 +22,6 @@ Pruned = tuple[Tensor, Tensor, float]
 """The pruned weight `[out, in]`, zero off the mask; its bool mask, N of every M inputs; the damping that it took."""
 
 
-class Criterion(NamedTuple):
-    """How to prune one layer. Where `InputNorms` are enough it may get a `Gram`, which has all that they have. `solver`
-    is that of masks that are N:M both ways (`KeptMaskMethod.both_ways`)."""
-
-    prune: Callable[..., Pruned]
-    statistics: type[Gram] | type[InputNorms] = InputNorms
-
-
 def _magnitude(weight: Tensor, inputs: Any, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
     mask = nm_mask(weight, *pattern) if solver is None else transposable_mask(weight, *pattern, solver)
     return apply_mask(weight, mask), mask, damping
@@ -44,7 +36,8 @@ def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float, s
     return layerwise.sparsegpt(weight, inputs.matrix[:-1, :-1], *pattern, damping, solver=solver)
 
 
-CRITERIA = {"magnitude": Criterion(_magnitude), "wanda": Criterion(_wanda), "sparsegpt": Criterion(_sparsegpt, Gram)}
+CRITERIA: dict[str, Callable[..., Pruned]] = {"magnitude": _magnitude, "wanda": _wanda, "sparsegpt": _sparsegpt}
+"""How to prune one layer, by the statistics of its inputs. `solver` is that of `KeptMaskMethod.both_ways`."""
 RECONSTRUCTIONS = ("block", "layer", None)
 
 
@@ -74,8 +67,8 @@ class Options:
     @property
     def statistics(self) -> type[Gram] | type[InputNorms]:
         """What to keep of a layer's inputs. A Gram matrix costs as much as running the block."""
-        moves_weights = self.reconstruct == "layer" or self.values == "int8"
-        return Gram if moves_weights else CRITERIA[self.criterion].statistics
+        needs_gram = self.criterion == "sparsegpt" or self.reconstruct == "layer" or self.values == "int8"
+        return Gram if needs_gram else InputNorms
 
 
 def check_config(config: Sparse24Config) -> None:

@@ -24,7 +24,7 @@ def prune_layer(
     weight, bias = matrix(target), getattr(target.module, "bias", None)
     dense = weight.to(inputs.squares.dtype, copy=True)
     before = _with_bias(dense, bias)
-    prune, solver = CRITERIA[options.criterion].prune, getattr(target.method, "both_ways", None)
+    prune, solver = CRITERIA[options.criterion], getattr(target.method, "both_ways", None)
     values, mask, damping = prune(dense, inputs, target.pattern, options.damping, solver)
     if damping != options.damping:
         logger.warning(

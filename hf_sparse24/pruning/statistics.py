@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from ..weights.sparse_weight import SparseWeight
-from . import layerwise
 
 
 class Gram:
@@ -35,7 +34,7 @@ class Gram:
 
     def output_norm(self, change: Tensor) -> float:
         """Return `||[X, 1] change^T||_F` for a change of weights and bias `[out, in + 1]`."""
-        return layerwise.output_norm(change, self.matrix)
+        return ((change @ self.matrix) * change).sum().clamp(min=0).sqrt().item()
 
 
 class InputNorms:

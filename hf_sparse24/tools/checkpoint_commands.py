@@ -19,8 +19,8 @@ from ..packed_format import buffer_names, parts_of
 from ..patching.report import group_name, shown_count
 from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
+from ..tables import print_table
 from ..weights.sparse_weight import sparse_weights
-from . import print_table
 from .models import WEIGHTS, check_destination, local_files, read_model
 
 _OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
@@ -69,10 +69,7 @@ def convert(options: argparse.Namespace) -> int:
 def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None]) -> int:
     """Write a model to a directory, copy the tokenizer's files, and print what was written."""
     directory = options.directory
-    try:
-        write(directory=directory, max_shard_size=options.max_shard_size)
-    except RuntimeError as error:  # another process is exporting there
-        raise OSError(str(error)) from error
+    write(directory=directory, max_shard_size=options.max_shard_size)
     others = [path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)]
     others = [path for path in others if not any(path.match(pattern) for pattern in _OF_A_MODEL)]
     for path in others:

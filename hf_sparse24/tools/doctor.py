@@ -10,7 +10,6 @@ import torch
 from sparse24_kernels import Pattern, dispatch, first_use
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_packed
-from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.planning import choose_backend
 from torch import nn
 
@@ -95,13 +94,10 @@ _PACKED = (
     (torch.bfloat16, None, Pattern(16, 32)),
 )
 GPU = torch.device("cuda")
-_NO_GROUPED_GEMM = "stacked experts: no sparse grouped GEMM"
 
 
 def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, GemmPlan]:
-    """The plans of a layer's three GEMMs in training, as the layer asks for them."""
-    if weight.is_stack:
-        return dict.fromkeys(("output", "grad_input", "grad_weight"), GemmPlan(DENSE, _NO_GROUPED_GEMM))
+    """The plans of a layer's three GEMMs in training, as the layer asks for them; not of a stack of experts."""
     sizes, backend = weight.sizes, weight.run.backend
     return {gemm.name: gemm.plan(tokens, *sizes, dtype, device, backend) for gemm in weight.method.gemms}
 
@@ -130,12 +126,12 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
     rows: Counter[tuple[str, ...]] = Counter()
     for weight in sparse_weights(model).values():
         out, inputs = weight.sizes
-        plans = gemm_plans(weight, tokens, dtype, device)
         if weight.is_stack:
-            reason = f"dense: {_NO_GROUPED_GEMM}"
+            reason = "dense: stacked experts: no sparse grouped GEMM"
             rows[f"{len(weight.parameter)} x {out} x {inputs}", reason, reason, reason, "1.00x"] += 1
             continue
         cells, before, after = [], 0.0, 0.0
+        plans = gemm_plans(weight, tokens, dtype, device)
         usual = linear_problem(tokens, out, inputs, dtype)
         for gemm in weight.method.gemms:
             plan = plans[gemm.name]

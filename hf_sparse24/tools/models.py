@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..checkpoints.export import refuse_other_models
 from ..config import SavedConfig
-from ..messages import shown
+from ..tables import shown
 
 WEIGHTS = ("*.safetensors", "*.json")
 _TYPES = {"model_type": str, "architectures": list, "quantization_config": dict, "transformers_weights": str}

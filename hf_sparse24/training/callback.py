@@ -5,10 +5,9 @@ from typing import Any, cast
 
 from accelerate.utils import reduce
 from torch import nn
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy
-from transformers.training_args import TrainingArguments
 
 from ..checkpoints.card import describe_checkpoint
 from ..patching.ownership import adopt
@@ -19,9 +18,9 @@ from ..weights.storage import PACKED
 from .checks import check_reference as check_reference_of
 from .controller import Sparse24Controller
 from .distillation import Distiller, find_distiller
-from .mask_metrics import measuring_interval
 from .resume import check_resumed, restore
 from .run_log import ConsoleFilter, RunLog
+from .step_masks import measuring_interval
 
 logger = get_logger(__name__)
 

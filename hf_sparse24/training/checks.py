@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..methods.context import DENSE_PHASE
+from ..methods.base import DENSE_PHASE
 from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sharding import is_sharded

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters import check_adapters
 from ..adapters.attaching import attach_adapters
-from ..adapters.bypass import adapters_in
+from ..adapters.bypass import adapters_in, check_adapters
 from ..methods import StepContext
-from ..methods.context import DENSE_PHASE
+from ..methods.base import DENSE_PHASE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..progress import get_logger
@@ -22,10 +21,8 @@ from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .checks import check_ranks_agree
-from .mask_metrics import kept_magnitude
 from .optimizers import TorchOptimizer, check_optimizer, followed, warn_of_lost_updates
-from .random_streams import RandomStreams
-from .step_masks import StepMasks
+from .step_masks import RandomStreams, StepMasks, kept_magnitude
 from .zero import ZeroOptimizer
 
 logger = get_logger(__name__)
@@ -165,8 +162,8 @@ class Sparse24Controller:
         values = {"sparse_phase": float(not self._context().is_dense)}
         if self.weights:
             values["kept_magnitude"] = kept_magnitude(self.weights)
-        if (rate := self._masks.flips.rate()) is not None:
-            values["flip_rate"] = rate
+        if self._masks.flips:
+            values["flip_rate"] = self._masks.flip_rate()
         return values if self._keeps_phase else values | self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:
@@ -175,7 +172,7 @@ class Sparse24Controller:
         Returns:
             Rates by layer name, empty before the first measurement. A shared weight stands under its first layer.
         """
-        return self._masks.flips.layer_rates()
+        return self._masks.flip_rates()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the controller needs to go on.
@@ -190,7 +187,7 @@ class Sparse24Controller:
             "seed": self.seed,
             "finished": self.run.facts.finished,
             "phase": self.run.phase,
-            "flips": {name: int(count) for name, count in self._masks.flips.counts.items()},
+            "flips": {name: int(count) for name, count in self._masks.flips.items()},
         }
         is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
         return state | ({"uses_optimizer_state": False} if is_stateless else {})
@@ -209,7 +206,7 @@ class Sparse24Controller:
         state = earlier | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
-        self._masks.flips.counts = {name: torch.tensor(count) for name, count in state["flips"].items()}
+        self._masks.flips = {name: torch.tensor(count) for name, count in state["flips"].items()}
         self.run.record(finished=False)
         set_phase(self.model, state["phase"] if state["finished"] else self.phase)
         self.run.record(finished=bool(state["finished"]))
@@ -290,6 +287,8 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
         raise ValueError(f"the state is of method {state['method']!r}, the model is patched with {method!r}: {way}")
     _check_ints(0, controller.total_steps, step=state["step"])
     _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
+    if state["phase"] not in controller.run.method.phases:
+        raise ValueError(f"phase={state['phase']!r}: must be one of {list(controller.run.method.phases)}")
     is_lost = controller._has_own_optimizer and not controller.optimizer.state
     if is_lost and state["step"] and state["uses_optimizer_state"]:
         way = "trains by the state of the optimizer that it makes; load that first (save_only_model=True saves none)"

@@ -28,7 +28,7 @@ from ..run import set_phase, sparse_run
 from ..tables import TableReport
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
-from .mask_metrics import fresh_masks
+from .step_masks import fresh_masks
 
 logger = get_logger(__name__)
 
@@ -122,8 +122,7 @@ def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Pr
     """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
     with _untouched_randomness():
         model = copy.deepcopy(model_of(trainer))
-        run = sparse_run(model)
-        assert run is not None
+        run: Any = sparse_run(model)
         name = "dense probe" if decay is None else f"probe of {decay:.1e}"
         watch = _Watch(model_of(trainer), steps, progress, name, probes)
         run.change_settings(masked_decay=decay or 0.0)

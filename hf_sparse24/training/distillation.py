@@ -55,18 +55,13 @@ class DistillationConfig:
             raise ValueError(f"weight={self.weight!r}: must be in (0, 1]; the cross entropy has the rest")
 
 
-def kl_divergence(logits: Tensor, chunks: Chunks, temperature: float) -> Tensor:
+class KLDivergence(torch.autograd.Function):
     """T^2 KL(teacher || student) at temperature T, summed over the tokens of `chunks`: a 0-d tensor in at least fp32.
 
-    `logits` [..., vocabulary] are the student's. Of a longer vocabulary the rest is padding, and does not count. Can be
+    `logits` [..., vocabulary] are the student's. Of a longer vocabulary the rest is padding, and does not count. Makes
+    the gradient, T (student - teacher) of the probabilities, in forward, where each chunk is at hand. Can be
     differentiated once, and backward can run once.
     """
-    total: Tensor = _KLDivergence.apply(logits, chunks, temperature)
-    return total
-
-
-class _KLDivergence(torch.autograd.Function):
-    """Makes the gradient, T (student - teacher) of the probabilities, in forward, where each chunk is at hand."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, chunks: Chunks, temperature: float) -> Tensor:
@@ -154,7 +149,7 @@ class Distiller:
         # Sums over tokens, divided as the model divides its own loss. Without tokens, that divides by 0 in the end.
         count = tokens if labels_of_step is None else torch.as_tensor(labels_of_step).flatten()[0]
         share = 1 / count if tokens else 0.0
-        kl = kl_divergence(logits, self.teacher.logits(batch, positions), self.config.temperature) * share
+        kl = KLDivergence.apply(logits, self.teacher.logits(batch, positions), self.config.temperature) * share
         own = loss.detach().mean()
         parts = {"cross_entropy": own if tokens else torch.zeros_like(own), "distillation_loss": kl.detach()}
         self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}

@@ -1,20 +1,28 @@
-"""StepMasks: the masks and the state of the sparse weights, which change between steps alone."""
+"""StepMasks: masks and state of the sparse weights around each step; what is measured of masks; random streams."""
 
 from collections.abc import Mapping
 
+import torch
 from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
+from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
+from transformers import TrainerState, TrainingArguments
 
 from ..adapters.bypass import adapters_in
 from ..run import SparseRun, set_phase
-from ..weights.sharding import local
+from ..weights.rules import method_mask
+from ..weights.sharding import compute_device, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from .mask_metrics import Flips
+from ..weights.storage import layer_name
 
 
 class StepMasks:
-    """What happens to the sparse weights of a run around each optimizer step."""
+    """What happens to the sparse weights of a run around each optimizer step.
+
+    `flips` says how many entries of each weight have entered or left its mask: by name 0-d tensors, over all processes;
+    empty before the first measurement. All processes must call what measures.
+    """
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
         self._model, self._run, self._weights = model, run, weights
@@ -24,15 +32,16 @@ class StepMasks:
         adapted = (module.get_base_layer() for module in adapters_in(model))
         below = (weight for layer in adapted for weight in sparse_weights(layer).values())
         self.is_frozen = not self.trained or not all(map(trains, below))
-        self.flips = Flips(weights)
+        self.flips: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}  # the masks, as packed bits, from which on flips are measured
 
     def start_step(self, measures_flips: bool) -> None:
         """Right before the optimizer uses the gradients."""
         self._masks = {}
         # Where masks change at refreshes alone, `finish_step` measures their flips.
         if measures_flips and not self._run.method.flips_at_refresh:
-            self.flips.start({name: self.mask(name, packed=True) for name in first_of_each(self._weights)})
+            self._before = {name: self.mask(name, packed=True) for name in first_of_each(self._weights)}
         for weight in self._weights.values():
             weight.clear_encodings()  # the optimizer can use the memory
 
@@ -50,14 +59,27 @@ class StepMasks:
         self._masks = {}
         method, is_dense = self._run.method, self._run.is_dense
         if is_dense and method.flips_at_refresh:
-            self.flips.counts = {}  # no mask is refreshed any more
+            self.flips = {}  # no mask is refreshed any more
         if refreshes:
             if method.flips_at_refresh:
-                self.flips.start({name: weight.local_mask(packed=True) for name, weight in self.trained.items()})
+                self._before = {name: weight.local_mask(packed=True) for name, weight in self.trained.items()}
             self._init_state()
-        self.flips.finish()  # of a step and of the refresh after it
+        if self._before:  # of a step and of the refresh after it
+            after = [self._weights[name].local_mask(packed=True) for name in self._before]
+            counts = list(count_flips(list(self._before.values()), after))
+            self.flips = dict(zip(self._before, total(counts, [self._weights[name].master for name in self._before])))
+            self._before = {}
         if method.keeps_zeros and not is_dense:
             self._zero_dropped()
+
+    def flip_rates(self) -> dict[str, float]:
+        """The share of a weight's entries that have flipped, by its layer; of a shared weight, by the first of them."""
+        sizes = {name: self._weights[name].master.numel() for name in self.flips}
+        return {layer_name(name): float(flips) / sizes[name] for name, flips in self.flips.items()}
+
+    def flip_rate(self) -> float:
+        """The share of all measured entries that have flipped, after the first measurement."""
+        return float(sum(self.flips.values())) / sum(self._weights[name].master.numel() for name in self.flips)
 
     def enter_phase(self, phase: str) -> bool:
         """Set the phase of the model. State starts from the weights where it turns sparse, which is returned."""
@@ -89,3 +111,69 @@ class StepMasks:
 def trains(weight: SparseWeight) -> bool:
     """Whether training changes the weight or a Parameter that its method adds."""
     return any(tensor.requires_grad for tensor in (weight.master, *weight.parameters.values()))
+
+
+def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
+    """Every how many steps a Trainer's run measures the flip rate: at those that log."""
+    # The steps that log by epoch are not known ahead.
+    return max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
+
+
+@torch.no_grad()
+def fresh_masks(weights: Mapping[str, SparseWeight], model: nn.Module) -> list[Tensor]:
+    """The masks, as packed bits, that these weights would have with new state and the values that `model` has."""
+    parameters, masks = dict(model.named_parameters(remove_duplicate=False)), []
+    for name, weight in weights.items():
+        method, progress = weight.method, weight.run.progress
+        views = [view._replace(state=method.init_state(view, *progress)) for view in weight.views(parameters[name])]
+        masks.append(weight.storage.stacked([method_mask(method, view, packed=True) for view in views]))
+    return masks
+
+
+def kept_magnitude(weights: Mapping[str, SparseWeight]) -> float:
+    """The share of the weights' L1 norm that their masks keep. All processes must call."""
+    sums = []
+    for weight in weights.values():
+        magnitude = local(weight.master).float().abs()
+        sums.append(torch.stack([(magnitude * weight.local_mask()).sum(), magnitude.sum()]).cpu())
+    kept, all_of_it = total(sums, [weight.master for weight in weights.values()]).sum(0).tolist()
+    return kept / max(all_of_it, 1e-38)
+
+
+class RandomStreams:
+    """Fixes the draws of a model's weights until `end`; then every draw is a new one again.
+
+    Each weight gets a scalar of one int64 tensor per device, so that a micro-step costs one copy to each device.
+    """
+
+    def __init__(self, weights: list[SparseWeight]):
+        self._weights = weights
+        self._keys: list[tuple[list[int], Tensor]] = []  # per device, the indices of its weights and their keys
+        by_device: dict[torch.device, list[int]] = {}
+        for index, weight in enumerate(weights):
+            by_device.setdefault(compute_device(weight.master), []).append(index)
+        for device, indices in by_device.items():
+            keys = torch.zeros(len(indices), dtype=torch.int64, device=device)
+            for index, key in zip(indices, keys.unbind()):
+                weights[index].rng_key = key
+            self._keys.append((indices, keys))
+
+    def set(self, seed: int, step: int, micro_step: int) -> None:
+        for indices, keys in self._keys:
+            values = [_mix(seed, step, micro_step, index) for index in indices]
+            keys.copy_(torch.tensor(values, dtype=torch.int64))
+
+    def end(self) -> None:
+        for weight in self._weights:
+            weight.rng_key = None
+
+
+def _mix(*numbers: int) -> int:
+    """A 63-bit hash of a few integers (the finaliser of splitmix64), so that nearby numbers give unrelated streams."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state >> 1

@@ -42,7 +42,6 @@ class ZeroOptimizer:
         """Within a step of the optimizer below, this process's pieces of the weights whose gradients it uses."""
         (group,), (held,) = self.zero.optimizer.param_groups, self.param_groups
         ids, flat = {id(parameter) for parameter in held["params"]}, _flat(group)
-        assert flat.grad is not None  # ZeRO sets it for the step
         return [
             _piece(name, weight, flat, group["lr"])
             for name, weight in first_of_each(weights).items()
@@ -112,6 +111,6 @@ def _mapping(weight: SparseWeight) -> Any:
     return weight.parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed adds it to Parameters
 
 
-def _flat(group: dict[str, Any]) -> Tensor:
+def _flat(group: dict[str, Any]) -> Any:
     (flat,) = group["params"]
     return flat

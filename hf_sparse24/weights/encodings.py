@@ -85,9 +85,6 @@ class Encodings:
             self._kept = kept
         return [kept.tensors[one] for one in wanted]
 
-    def clear(self) -> None:
-        self._kept = _Kept()
-
     def __reduce__(self):
         return Encodings, ()
 

@@ -13,7 +13,7 @@ from sparse24_kernels.prune import prune_forms
 from torch import Tensor
 
 from .gemms import PRUNED
-from .view import WeightView
+from .storage import WeightView
 
 Forms = Mapping[str, GemmBackend | None]
 """Forms of a matrix: `"dense"`; `"compressed"` and `"compressed-transposed"` with the backend that stores them."""
@@ -90,11 +90,6 @@ def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Ten
 AVERAGED = "if its masks were averaged, call init_state() on each of hf_sparse24.sparse_weights(model).values()"
 
 
-def is_exact(rule: Rule) -> bool:
-    """Whether a rule keeps at most N of every M whatever it is given."""
-    return isinstance(rule, Magnitude | SoftThreshold)
-
-
 def method_mask(method: Any, view: WeightView, packed: bool) -> Tensor:
     """Which entries a method keeps: bool in the shape of `view.matrix`, or its packed bits."""
     if not method.overrides("mask"):
@@ -105,6 +100,8 @@ def method_mask(method: Any, view: WeightView, packed: bool) -> Tensor:
 
 def check_rule(rule: Rule, view: WeightView, method: Any, operand: str, name: str) -> None:
     """Raise ValueError where an operand is not N:M that the method says is sparse in a GEMM."""
+    if isinstance(rule, Magnitude | SoftThreshold):  # at most N of every M, whatever they are given
+        return
     pattern, dims = method.pattern, [view.dim] if operand == PRUNED and method.gemms.output.sparse else []
     if method.transposable and operand == method.gemms.grad_input.weight:
         dims.append(1 - view.dim)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if dist.is_available():
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 
 def rank() -> int:
@@ -60,25 +60,24 @@ def compute_device(tensor: Tensor) -> torch.device:
     return torch.device(cast("DTensor", tensor).device_mesh.device_type, torch.accelerator.current_device_index())
 
 
-def split_like(tensor: Tensor, like: Tensor, dims: bool = True) -> Tensor:
+def split_like(tensor: Tensor, like: Any, dims: bool = True) -> Tensor:
     """Split a plain tensor, the same on all processes, as the DTensor `like` is, without communication.
     Without the same `dims`, only matrices of a stack are divided."""
-    sharded = cast("DTensor", like)
-    is_stack = sharded.dim() > 2
+    is_stack = like.dim() > 2
     kept = [
-        placement if dims or placement.is_replicate() or (is_stack and _dim_of(placement, like) == 0) else Replicate()
-        for placement in sharded.placements
+        placement if dims or placement.is_replicate() or (is_stack and placement.dim % like.dim() == 0) else Replicate()
+        for placement in like.placements
     ]
-    return distribute_tensor(tensor, sharded.device_mesh, kept, src_data_rank=None)
+    return distribute_tensor(tensor, like.device_mesh, kept, src_data_rank=None)
 
 
-def cuts(tensor: Tensor, dim: int, unit: int) -> bool:
+def cuts(tensor: Any, dim: int, unit: int) -> bool:
     """Whether `tensor` is split along dimension `dim` into parts that are no multiples of `unit`."""
     if not is_sharded(tensor):
         return False
-    sharded, parts = cast("DTensor", tensor), 1
-    for size, placement in zip(sharded.device_mesh.shape, sharded.placements):
-        if not placement.is_replicate() and _dim_of(placement, tensor) == dim % tensor.dim():
+    parts = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
+        if not placement.is_replicate() and placement.dim % tensor.dim() == dim % tensor.dim():
             parts *= size
     return parts > 1 and tensor.shape[dim] % (parts * unit) != 0
 
@@ -116,8 +115,3 @@ def check_whole(name: str, parameter: Tensor) -> None:
     check_supported(name, parameter)
     if is_sharded(parameter):
         raise ValueError(f"{name} is a DTensor, sharded by FSDP2 or tensor parallelism; do this before sharding")
-
-
-def _dim_of(placement: Any, tensor: Tensor) -> int:
-    assert isinstance(placement, Shard) or hasattr(placement, "dim")  # a strided shard is no Shard
-    return placement.dim % tensor.dim()

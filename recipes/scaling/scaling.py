@@ -102,7 +102,7 @@ def runs() -> Iterator[Run]:
         if size in ("0.46M", "1.6M"):
             yield from (Run(size, variant, 1) for variant in VARIANTS)
         if size == "1.6M":
-            yield from (Run(size, variant, 0, 1.6) for variant in CHECKED)
+            yield from (Run(size, variant, 1, 1.6) for variant in CHECKED)
 
 
 def fits(run: Run, results: Path) -> bool:

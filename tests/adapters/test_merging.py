@@ -37,7 +37,8 @@ def test_a_merge_changes_nothing_but_rounding_is_2_to_4_and_is_undone_bit_for_bi
     torch.testing.assert_close(logits(model), expected, **close)
     for adapter in around(model):
         layer = adapter.base_layer
-        assert is_nm_sparse(layer.weight, 2, 4, layer.input_dim) and torch.equal(layer.sparse_weight(), layer.weight)
+        assert is_nm_sparse(layer.weight, 2, 4, layer.sparse24["weight"].input_dim)
+        assert torch.equal(layer.sparse_weight(), layer.weight)
     model.unmerge_adapter()
     assert_same_state(model, before)
     assert torch.equal(logits(model), expected)

@@ -23,6 +23,7 @@ from hf_sparse24_command import make_parser
 
 README = (ROOT / "README.md").read_text()
 FORMAT = "docs/packed_format.md"
+ELSEWHERE = ("docs/engines.md",)  # its blocks run in serving/test_onnx.py
 
 
 @pytest.fixture
@@ -40,7 +41,9 @@ def unregistered():
 # Pages show the shortest code, so trainers pick a device and trackers themselves; TRL and PEFT still use names of
 # Transformers 4 that Transformers 5 is renaming.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*pin_memory.*:UserWarning")
-@pytest.mark.parametrize("page", [page for page in pages.PAGES if pages.blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page", [page for page in pages.PAGES if pages.blocks(page, "python") and page not in ELSEWHERE]
+)
 def test_code_blocks(page, tmp_path, monkeypatch, unregistered):
     """Every block of Python on a page runs, in order, as printed; see pages.py."""
     monkeypatch.chdir(tmp_path)

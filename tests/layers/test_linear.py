@@ -62,7 +62,8 @@ def input_weight(layer) -> torch.Tensor:
 
 def weight_gradient(layer, gradient: torch.Tensor) -> torch.Tensor:
     """What the master of a layer gets of dZ^T X `[out, in]`: all of it, or what the mask keeps."""
-    weight, gradient = layer.sparse24["weight"], gradient.t() if layer.input_dim == -2 else gradient
+    weight = layer.sparse24["weight"]
+    gradient = weight.storage.out_in(gradient)
     return gradient * weight.mask() if weight.method.keeps_zeros else gradient
 
 
@@ -184,7 +185,7 @@ def test_a_second_derivative_is_refused():
 def test_dense_phase_is_the_dense_layer(method, conv1d):
     layer = make_layer(method, conv1d, dtype=torch.float32)
     set_phase(layer, "dense")
-    assert layer.phase == "dense"
+    assert layer.sparse24["weight"].run.phase == "dense"
     x = torch.randn(4, 8)
     weight = layer.weight.t() if conv1d else layer.weight
     torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))

@@ -40,9 +40,9 @@ def calls(monkeypatch):
     dispatch.choose.cache_clear()
 
 
-def models(name: str = "llama", values: str = "float"):
+def models(name: str = "llama", values: str = "float", **sizes: int):
     """A model that is dense, with its zeros, and the same one packed."""
-    model = patched(name)
+    model = patched(name, **sizes)
     other = copy.deepcopy(model)
     pack_model(other, values)
     return model, other
@@ -60,7 +60,7 @@ def test_logits(name, calls):
 
 
 def test_generating_compiled_and_exported(calls):
-    model, other = models()
+    model, other = models(num_hidden_layers=1)
     batch = zoo.batch()
     arguments = {"max_new_tokens": 6, "do_sample": False}
     ids = batch["input_ids"]
@@ -91,7 +91,7 @@ def test_generating_compiled_and_exported(calls):
 def test_a_compiled_step_decodes_every_generation(name, values, backend, calls):
     """As the guide has it: `generate` compiles the step of one token, without a graph break (an error here), and once
     for all prompts and lengths that the cache has places for. Prompts stay eager."""
-    _, model = models(name, values)
+    _, model = models(name, values, **({"n_layer": 1} if name == "gpt2" else {"num_hidden_layers": 1}))
     model.generation_config.eos_token_id = None
     torch._dynamo.reset()
     counters.clear()

@@ -14,7 +14,7 @@ from training_runs import arguments, dataset
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, patch_model
-from hf_sparse24.peft_hooks.origin import MASKED_TYPE
+from hf_sparse24.peft_hooks import MASKED_TYPE
 from hf_sparse24.run import set_phase
 
 peft = pytest.importorskip("peft")

@@ -7,7 +7,13 @@ from oneshot_models import correlated
 from sparse24_kernels import Pattern, nm_mask
 
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.pruning.layerwise import least_squares, output_norm, ridge, round_to_int8, sparsegpt, wanda_mask
+from hf_sparse24.pruning import layerwise
+from hf_sparse24.pruning.layerwise import least_squares, ridge, round_to_int8, sparsegpt, wanda_mask
+
+
+def output_norm(weight: torch.Tensor, gram: torch.Tensor) -> float:
+    """`||X weight^T||_F`, from the Gram matrix of X."""
+    return ((weight @ gram) * weight).sum().clamp(min=0).sqrt().item()
 
 
 def randn64(*shape) -> torch.Tensor:
@@ -153,7 +159,7 @@ def test_rounding_to_int8_on_a_row_where_the_best_steps_are_known():
 
 
 @pytest.mark.parametrize(("dtype", "n", "m"), [(torch.float32, 2, 4), (torch.bfloat16, 16, 32), (torch.float16, 6, 8)])
-def test_rounding_to_int8_lowers_the_error_and_is_found_again(dtype, n, m):
+def test_rounding_to_int8_lowers_the_error_and_is_found_again(dtype, n, m, monkeypatch):
     """Several groups of 128, some zeros and dead inputs; the packed form of the result is exactly the result."""
     x = correlated(700, 288).float()
     x[:, 40:44] = 0
@@ -163,12 +169,15 @@ def test_rounding_to_int8_lowers_the_error_and_is_found_again(dtype, n, m):
     nearest = kernels.unpack_nm(kernels.quantize_packed(kernels.pack_nm(weight.to(dtype), n, m)))
     errors = [output_norm(nearest.float() - weight, gram)]
     for sweeps in (1, 2, 4):
-        rounded = round_to_int8(weight, gram, Pattern(n, m), 0.0, dtype, sweeps)
+        monkeypatch.setattr(layerwise, "SWEEPS", sweeps)
+        rounded = round_to_int8(weight, gram, Pattern(n, m), 0.0, dtype)
         errors.append(output_norm(rounded - weight, gram))
         stored = kernels.quantize_packed(kernels.pack_nm(rounded.to(dtype), n, m))
         assert torch.equal(kernels.unpack_nm(stored).float(), rounded)
         assert torch.equal(stored.scales, kernels.quantize_packed(kernels.pack_nm(weight.to(dtype), n, m)).scales)
         assert torch.equal(rounded[:, 40:44], nearest[:, 40:44].float()) and not rounded[weight == 0].any()
-        other = round_to_int8(weight, gram, Pattern(n, m), 0.0, dtype, sweeps, width=37)
+        with monkeypatch.context() as patch:
+            patch.setattr(layerwise, "WIDTH", 37)
+            other = round_to_int8(weight, gram, Pattern(n, m), 0.0, dtype)
         assert (other != rounded).float().mean() < 0.01
     assert errors == sorted(errors, reverse=True) and errors[1] < 0.6 * errors[0], errors

@@ -183,8 +183,9 @@ def test_every_architecture(name):
     assert tuple(layer.name for layer in report.layers) == expected.patched
     for layer in report.layers:
         module = model.get_submodule(layer.name)
-        assert is_nm_sparse(module.weight, dim=module.input_dim) and is_nm_sparse(mask_of(module), dim=module.input_dim)
-        assert torch.equal(module.sparse_weight(), module.weight) and module.phase == "sparse"
+        weight = module.sparse24["weight"]
+        assert all(is_nm_sparse(x, dim=weight.input_dim) for x in (module.weight, mask_of(module)))
+        assert torch.equal(module.sparse_weight(), module.weight) and weight.run.phase == "sparse"
         assert 0 < layer.error < layer.masked_error < 0.7 and layer.tokens > 0 and layer.damping == 0.01
     touched = {f"{layer}.{part}" for layer in expected.patched for part in ("weight", "bias", "mask_bits")}
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items() if key not in touched)

@@ -48,14 +48,18 @@ class InThisProcess:
         pass
 
 
-@pytest.mark.parametrize("dtype", builds.DTYPES.values())
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("tokens", [1, 4, 11])
-def test_our_dense_kernel(dtype, tokens, rows):
+@pytest.fixture(scope="module")
+def dense_kernel():
     try:
         cpu_layers.native()
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", builds.DTYPES.values())
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+def test_our_dense_kernel(dense_kernel, dtype, tokens, rows):
     weight, x = torch.randn(20, 192).to(dtype), torch.randn(tokens, 192).to(dtype)
     torch.testing.assert_close(cpu_layers.own_dense(x, rows, weight), linear(x.double(), weight.double()).to(dtype))
 

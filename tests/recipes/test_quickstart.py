@@ -30,18 +30,18 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_stdlib_text_is_cached_and_deterministic(tmp_path):
-    first = stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=100)
+    first = stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=50)
     files = ["train.jsonl", "validation.jsonl", "tokenizer/tokenizer.json"]
     contents = [(first / name).read_bytes() for name in files]
     stamps = [(first / name).stat().st_mtime_ns for name in files]
-    stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=100)
+    stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=50)
     assert [(first / name).stat().st_mtime_ns for name in files] == stamps
-    again = stdlib_text.prepare(tmp_path / "b", vocab_size=300, max_files=100)
+    again = stdlib_text.prepare(tmp_path / "b", vocab_size=300, max_files=50)
     assert [(again / name).read_bytes() for name in files] == contents
-    assert [content.count(b"\n") for content in contents[:2]] == [98, 2]
+    assert [content.count(b"\n") for content in contents[:2]] == [49, 1]
     (first / "manifest.json").unlink()  # as an interrupted run leaves it
     (first / "train.jsonl").write_text("half")
-    stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=100)
+    stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=50)
     assert [(first / name).read_bytes() for name in files] == contents
     with pytest.raises(ValueError, match=r"vocab_size=100: .* at least 260"):
         stdlib_text.prepare(tmp_path / "c", vocab_size=100)
@@ -105,6 +105,11 @@ def plain_copy(model, path):
 
 
 def test_quickstart_interrupted(tmp_path):
+    # Of few files, where the script looks for the text of all.
+    manifest = stdlib_text.prepare(tmp_path / "runs/stdlib_text", 300, max_files=50) / "manifest.json"
+    written = json.loads(manifest.read_text())
+    written["settings"] |= {"vocab_size": 2048, "max_files": None}
+    manifest.write_text(json.dumps(written))
     command = [sys.executable, str(RECIPES / "quickstart.py"), *TINY, "--max_steps=100000", "--output_dir=out"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out").exists():  # datasets 4.0 makes an error of its own of an interrupt while it loads

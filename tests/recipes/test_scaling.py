@@ -52,7 +52,7 @@ def test_runs(capsys):
     assert len({run.name for run in found}) == len(found)
     by_name = {run.name: run for run in found}
     assert by_name["0.46M-dense-seed0"].rate == 2.5e-3 and by_name["1.6M-s-ste-seed0"].rate == 2e-3
-    assert by_name["1.6M-dense-rate-x1.6-seed0"].rate == 2e-3 and "3M-dense-seed1" not in by_name
+    assert by_name["1.6M-dense-rate-x1.6-seed1"].rate == 2e-3 and "3M-dense-seed1" not in by_name
     scaling.main(["--list", "--sizes", "1.6M", "--only", "s-ste 16:32", "--seeds", "1", "--results", "absent"])
     assert capsys.readouterr().out == "1.6M-s-ste-16-32-seed1, learning rate 0.002\n"
     with pytest.raises(SystemExit):
@@ -62,7 +62,7 @@ def test_runs(capsys):
 def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()
-    texts = [path.read_text() for path in sorted((ROOT / "recipes").glob("*.py"))]
+    texts = [path.read_text() for path in sorted((ROOT / "recipes").glob("*.py"))[:6]]
     for part in ("train", "validation"):
         (data / f"{part}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     corpus.train_tokenizer(texts, 300).save_pretrained(data / "tokenizer")
@@ -139,15 +139,15 @@ def test_the_page_has_gaps_of_the_same_seed_and_the_dense_model_of_equal_loss(tm
 
 @pytest.mark.slow
 def test_a_run_begins_again_as_it_did(tmp_path):
-    """The first 250 steps of one, from the packages on: CPUs round otherwise, so losses are close."""
+    """The first 100 steps of one, from the packages on: CPUs round otherwise, so losses are close."""
 
     class Stops(TrainerCallback):
         def on_log(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 250
+            control.should_training_stop = state.global_step == 100
 
     (run,) = (run for run in scaling.runs() if run.name == "0.46M-s-ste-seed0")
     data = corpus.prepare(tmp_path / "python_sources")
     found = scaling.train(run, data, lambda trainer: trainer.add_callback(Stops()), output_dir=str(tmp_path / "run"))
     committed = json.loads((scaling.RESULTS / f"{run.name}.json").read_text())
-    assert found["loss"] == pytest.approx(committed["loss"][:5], abs=0.03) and found["steps"] == committed["steps"][:5]
+    assert found["loss"] == pytest.approx(committed["loss"][:2], abs=0.03) and found["steps"] == committed["steps"][:2]
     assert json.loads((data / "sources.json").read_text()) == json.loads((scaling.RESULTS / "sources.json").read_text())

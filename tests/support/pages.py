@@ -7,10 +7,13 @@ files under the names of the reader's data.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import build_site
@@ -35,13 +38,21 @@ def blocks(page: str, language: str) -> list[str]:
     return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
 
 
-def prepare(directory: Path) -> dict[str, Any]:
-    """The stand-ins in a directory, and the names that pages take for granted."""
+@cache
+def _stand_ins() -> TemporaryDirectory:
+    made = TemporaryDirectory()
+    directory = Path(made.name)
     tokenizer = stdlib_text.train_tokenizer(TEXTS, 300)
     for name, architecture in STAND_INS.items():
         zoo.build(architecture, vocab_size=300, initializer_range=0.2).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     (directory / "my_text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return made
+
+
+def prepare(directory: Path) -> dict[str, Any]:
+    """The stand-ins in a directory, and the names that pages take for granted."""
+    shutil.copytree(_stand_ins().name, directory, dirs_exist_ok=True)
     return {"__name__": "page", "data": Dataset.from_dict({key: x.tolist() for key, x in zoo.batch(rows=8).items()})}
 
 

@@ -1,16 +1,21 @@
 """Runs a function in several processes with gloo, and what most such tests run: a few steps of training.
 
-Processes are forked from a server that has imported everything once, so a test costs seconds, not imports.
+Processes are forked from a server that has imported everything once, and serve one test after the other.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,10 @@ import peft
 import pytest
 import torch
 import zoo
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import set_seed
 from transformers.distributed import DistributedConfig
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_run, sparse_weights, unpatch_model
@@ -30,6 +37,59 @@ from hf_sparse24.weights.sharding import whole
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+
+
+def start(function: Callable, *args: Any) -> BaseProcess:
+    """A process that calls a function, in the environment of the first; it ends with these tests at the latest."""
+    # The server looks for modules where Python does by itself, and passes over what it does not find.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    process = _context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+class _Group:
+    """`world` processes of one gloo group, which call one function after the other: a new group for each costs 2 s."""
+
+    def __init__(self, world: int):
+        self.folder = tempfile.TemporaryDirectory()
+        pipes = [_context.Pipe() for _ in range(world)]
+        self.pipes = [ours for ours, _ in pipes]
+        self.processes = [
+            start(_serve, self.folder.name, rank, world, theirs) for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for _, theirs in pipes:
+            theirs.close()  # so that `recv` tells of its end
+
+    def call(self, *call: Any, timeout: float) -> bool:
+        """Whether all processes returned in time. If not, the group is of no more use."""
+        waiting, end, is_good = set(self.pipes), time.monotonic() + timeout, True
+        for pipe in self.pipes:
+            with suppress(OSError):  # `recv` tells of it
+                pipe.send(call)
+        while waiting and (ready := wait(waiting, max(0, end - time.monotonic()))):
+            for pipe in ready:
+                waiting.discard(pipe)
+                try:
+                    pipe.recv()
+                except (EOFError, OSError):
+                    is_good, end = False, min(end, time.monotonic() + 10)  # the others may wait for it in vain
+        return is_good and not waiting
+
+    def end(self) -> list[int | None]:
+        """The exit codes of its processes, which are killed where they still run."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+        return [process.exitcode for process in self.processes]
+
+
+_groups: dict[int, _Group] = {}
 
 
 def run(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
@@ -41,43 +101,41 @@ def run(world: int, function: Callable, *args: Any, timeout: float = 120) -> lis
     Raises:
         RuntimeError: with the traceback of each process that failed, or did not end in time.
     """
-    # The server looks for modules where Python does by itself, and passes over what it does not find.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
     for is_last in (False, False, True):
+        group = _groups.pop(world, None) or _Group(world)
         with tempfile.TemporaryDirectory() as folder:
-            arguments = [(folder, rank, world, function, args) for rank in range(world)]
-            processes = [_context.Process(target=_rank, args=each) for each in arguments]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(timeout)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-            codes = [process.exitcode for process in processes]
+            if group.call(folder, os.getcwd(), function, args, timeout=timeout):
+                _groups[world] = group
+                return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+            codes = group.end()
             if {-signal.SIGABRT, -signal.SIGSEGV} & set(codes) and not is_last:
                 continue
             failed = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-            if failed or any(codes):
-                raise RuntimeError("\n".join([*failed, f"exit codes {codes}"]))
-            return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+            raise RuntimeError("\n".join([*failed, f"exit codes {codes}"]))
     raise AssertionError("the last try returns or raises")
 
 
-def _rank(folder: str, rank: int, world: int, function: Callable, args: tuple) -> None:
+def _serve(folder: str, rank: int, world: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # accelerate asks, and never uses them
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
-        torch.save(function(rank, world, *args), f"{folder}/{rank}.pt")
-    except BaseException:
-        Path(f"{folder}/{rank}.error").write_text(f"process {rank}:\n{traceback.format_exc()}")
-        os._exit(1)  # the others wait for it in vain
-    torch.distributed.destroy_process_group()
+    environment = dict(os.environ)
+    while True:
+        results, directory, function, args = pipe.recv()  # EOFError: the tests have ended
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+        set_seed(0)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            torch.save(function(rank, world, *args), f"{results}/{rank}.pt")
+        except BaseException:
+            Path(f"{results}/{rank}.error").write_text(f"process {rank}:\n{traceback.format_exc()}")
+            os._exit(1)
+        gc.collect()
+        pipe.send(None)
 
 
 def make(name: str, settings: dict[str, Any], engine: str, steps: int, **options: Any) -> tuple:

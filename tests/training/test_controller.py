@@ -8,6 +8,7 @@ import sparse_models
 import torch
 import zoo
 from torch import nn
+from transformers.optimization import Adafactor
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.config import SavedConfig
@@ -75,6 +76,14 @@ def test_a_fixed_mask_keeps_zeros(name, dense_start):
             assert controller.metrics()["kept_magnitude"] == 1
     unpatch_model(model, sparse=False)
     assert is_nm_sparse(weights.popitem()[1].parameter, dim=-2 if name == "gpt2" else -1)
+
+
+def test_decay_on_the_weight_needs_a_learning_rate():
+    model, _ = patched("sr-ste", decay_on="weight")
+    optimizer = Adafactor(model.parameters())  # by default it finds its own
+    with pytest.raises(ValueError, match="decay_on='weight' needs a learning rate, which Adafactor lacks"):
+        Sparse24Controller(model, optimizer, total_steps=4)
+    Sparse24Controller(model, Adafactor(model.parameters(), lr=1e-3, relative_step=False), total_steps=4)
 
 
 def test_decay_on_the_weight_passes_the_optimizer_by():
@@ -148,8 +157,8 @@ def test_phases_and_mask_refreshes_follow_the_schedule():
     weight = first_weight(model)
     seen, changes = [], []
     for step in range(12):
-        seen.append(weight.module.phase)
-        assert model.config.quantization_config.facts.phase == weight.run.phase == controller.phase == seen[-1]
+        seen.append(weight.run.phase)
+        assert model.config.quantization_config.facts.phase == controller.phase == seen[-1]
         mask = weight.mask()
         run_step(model, optimizer, controller, step)
         if not torch.equal(mask, weight.mask()):
@@ -157,7 +166,7 @@ def test_phases_and_mask_refreshes_follow_the_schedule():
         if step + 1 in (2, 5, 8):
             assert torch.equal(weight.mask(), kernels.transposable_mask(weight.parameter))
     assert seen == ["dense"] * 2 + ["sparse"] * 8 + ["dense"] * 2
-    assert weight.module.phase == "dense"
+    assert weight.run.phase == "dense"
     assert changes == [2, 5, 8]  # with this learning rate every refresh finds other masks; nothing else changes them
 
 

@@ -25,7 +25,7 @@ from hf_sparse24 import (
     sparse_weights,
 )
 from hf_sparse24.training import teacher as teachers
-from hf_sparse24.training.distillation import find_distiller, kl_divergence
+from hf_sparse24.training.distillation import KLDivergence, find_distiller
 
 PEFT_WARNS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 GIVEN = DistillationConfig(weight=0.7, temperature=3.0)
@@ -93,7 +93,7 @@ def test_kl_divergence_is_that_of_autograd(dtype):
     """In chunks, of some tokens, with a padded vocabulary of the teacher, whatever the incoming gradient."""
     student, teacher = torch.randn(2, 5, 7, dtype=dtype, requires_grad=True), torch.randn(10, 9, dtype=dtype)
     positions = torch.tensor([1, 2, 3, 6, 9])
-    loss = kl_divergence(student, ((chunk, teacher[chunk]) for chunk in positions.split(2)), 2.5)
+    loss = KLDivergence.apply(student, ((chunk, teacher[chunk]) for chunk in positions.split(2)), 2.5)
     (-3 * loss).backward()
     copy = student.detach().double().requires_grad_()
     rows = copy.flatten(0, 1)[positions] / 2.5, teacher[positions, :7].double() / 2.5

@@ -43,7 +43,7 @@ def test_masks_that_are_gathered_where_some_processes_hold_nothing():
 
 def test_cpu_offloading_and_no_resharding():
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False), "reshard_after_forward": False}
-    check_equal(2, "llama", settings("sr-ste"), "fsdp2", **options)
+    check_equal(2, "llama", settings("sr-ste"), "fsdp2", sizes={"num_hidden_layers": 2}, **options)
 
 
 def test_experts():
@@ -163,7 +163,7 @@ def _failing_export(rank, world, directory):
         export_model(model, directory)
 
 
-@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 2), (2, 1)])  # of 3, one holds less than the others
 @pytest.mark.parametrize("method", ["t-sr-ste", "step", "s-ste"])
 def test_sharded_checkpoints_of_n_processes_resume_on_m(tmp_path, method, worlds):
     config = settings(method) | ({"weight_grad": "dense"} if method != "step" else {})
@@ -173,7 +173,7 @@ def test_sharded_checkpoints_of_n_processes_resume_on_m(tmp_path, method, worlds
         assert_same_tensors(resumed, saved, rtol=1e-9, atol=1e-12)
 
 
-STEPS = 6
+STEPS, ONE_LAYER = 6, {"num_hidden_layers": 1}
 
 
 def _run(model, optimizer, controller, steps):
@@ -185,7 +185,7 @@ def _run(model, optimizer, controller, steps):
 
 
 def _save(rank, world, config, folder):
-    model, optimizer, controller = ranks.make("llama", config, "fsdp2", STEPS)
+    model, optimizer, controller = ranks.make("llama", config, "fsdp2", STEPS, sizes=ONE_LAYER)
     _run(model, optimizer, controller, range(3))
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments, "controller": controller}, checkpoint_id=folder)
@@ -194,7 +194,7 @@ def _save(rank, world, config, folder):
 
 
 def _resume(rank, world, config, folder):
-    model, optimizer, controller = ranks.make("llama", config, "fsdp2", STEPS)
+    model, optimizer, controller = ranks.make("llama", config, "fsdp2", STEPS, sizes=ONE_LAYER)
     weights, moments = get_state_dict(model, optimizer)
     assert controller.step == 0  # making the optimizer's state is no step of training
     state = {"model": weights, "optimizer": moments, "controller": controller}

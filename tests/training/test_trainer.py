@@ -179,9 +179,10 @@ def test_bf16_autocast(tmp_path):
 def test_torch_compile(tmp_path, method):
     """Compiled without a graph break inside a layer, through the phases, to the eager result."""
     config = Sparse24Config(method=method, dense_start=1, dense_tail=1, target_modules="all-linear")
-    eager = train(tmp_path, config=config)
+    eager = train(tmp_path, zoo.build("llama", num_hidden_layers=1), config)
     torch._dynamo.reset()
-    compiled = train(tmp_path, config=config, torch_compile=True, torch_compile_backend="aot_eager")
+    model = zoo.build("llama", num_hidden_layers=1)
+    compiled = train(tmp_path, model, config, torch_compile=True, torch_compile_backend="aot_eager")
     torch.testing.assert_close(weights(compiled.model), weights(eager.model), atol=2e-5, rtol=1e-4)
 
 

