@@ -38,7 +38,7 @@ from .progress import get_logger
 from .run import patched_config, set_phase, sparse_run
 from .weights.sharding import whole
 from .weights.sparse_weight import sparse_weights
-from .weights.storage import PACKED, Storage
+from .weights.storage import PACKED, Storage, name_without_adapters
 
 logger = get_logger(__name__)
 
@@ -72,6 +72,9 @@ def record_late(model: nn.Module) -> None:
     """Let adapters that are older than the model's sparsity save the same."""
     for name, config in getattr(model, "peft_config", {}).items():
         if "save_pretrained" not in vars(config) and adapters_in(model):
+            if str(getattr(config, "init_lora_weights", "")).startswith(("pissa", "olora", "corda")):
+                what = f"init_lora_weights={config.init_lora_weights!r} took adapter {name!r} out of the dense weights"
+                raise ValueError(f"{what}: call patch_model first, then get_peft_model")
             record_origin(model, config)
             record_masks(model, config, name)
 
@@ -122,8 +125,7 @@ def _config_of(model: nn.Module) -> SavedConfig | None:
 
 def _base_names(model: nn.Module) -> list[str]:
     """The names of the sparse and packed weights in the model without adapters."""
-    own = (name.removeprefix("base_model.model.") for name in sparse_weights(model, Storage))
-    names = [name.replace(".base_layer", "").replace(".original_module", "") for name in own]
+    names = [name_without_adapters(name).replace(".original_module", "") for name in sparse_weights(model, Storage)]
     return [name for name in names if ".modules_to_save." not in name]
 
 
@@ -214,7 +216,7 @@ class SparseAware:
 
 def _check_targets(model: nn.Module, parameters: Any, modules: Any) -> None:
     """Raise ValueError where an adapter would replace a sparse weight, or train a copy of a packed one."""
-    for name in (name.replace(".base_layer", "") for name in sparse_weights(model, Storage)):
+    for name in map(name_without_adapters, sparse_weights(model, Storage)):
         for target in parameters:
             if f".{name}".endswith(f".{target}"):
                 # PEFT makes target_parameters of the target_modules of stacked experts.

@@ -23,7 +23,7 @@ from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
-from .bypass import adapters_in, is_adapter, is_masked
+from .bypass import adapters_in, is_adapter
 from .masked import UNMERGED, is_pruned, out_in
 
 
@@ -148,7 +148,7 @@ def _unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
 def check_mergeable(model: nn.Module) -> None:
     """Raise ValueError where the active adapters cannot be merged into sparse layers, before PEFT merges any layer."""
     for adapter in adapters_in(model):
-        if "merge" in vars(adapter) and not adapter.merged and not is_masked(adapter):
+        if "merge" in vars(adapter) and not adapter.merged:
             with warnings.catch_warnings(action="ignore"):
                 adapter.merge()
             if adapter.merged:

@@ -46,8 +46,8 @@ class MaskedDecayMethod(SparseMethod):
         if self.settings.masked_decay == AUTO:
             way = "set a number here, such as that of Sparse24Trainer(...).tune_masked_decay()"
             raise ValueError(f"masked_decay='auto': only Sparse24Trainer determines it; {way}")
-        needs_rate = self.settings.masked_decay and self.settings.decay_on == "weight"
-        if needs_rate and any(group.get("lr") is None for group in optimizer.param_groups):
+        groups = optimizer.param_groups if self.settings.masked_decay and self.settings.decay_on == "weight" else []
+        if any(group.get("lr") is None or group.get("relative_step") for group in groups):
             way = "give it one, or set decay_on='gradient'"
             raise ValueError(f"decay_on='weight' needs a learning rate, which {type(optimizer).__name__} lacks: {way}")
         super().check_run(total_steps, optimizer)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..packed_format import PackedFormat
 from ..run import SparseRun
 from ..weights.sparse_weight import sparse_weights
-from ..weights.storage import TRAINED, PackedMaster, layer_name
+from ..weights.storage import TRAINED, PackedMaster, layer_name, name_without_adapters
 
 MODEL_METHODS: dict[str, Callable] = {}
 """Functions of a model that a patched one has in place of its class's methods; `checkpoints/hub.py` adds them."""
@@ -41,8 +41,9 @@ def adopt(model: nn.Module) -> SparseRun | None:
         weight.run = run
     wholes = list(outermost(model))
     for whole in wholes:
-        says_nothing = getattr(whole.config, "quantization_config", None) is None or is_dequantized(whole)
-        if says_nothing and sparse_weights(whole, TRAINED):
+        named = getattr(whole.config, "quantization_config", None)
+        says_nothing = named is None or is_dequantized(whole)
+        if (says_nothing or (named is run.saved and whole not in run.owners)) and sparse_weights(whole, TRAINED):
             write_config(whole, run)
             if len(wholes) == 1:  # several share one config, which cannot name the layers of each
                 name_layers(whole, run)
@@ -97,7 +98,7 @@ def is_dequantized(model: nn.Module) -> bool:
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
     """Name the layers that are sparse in the owner's config, or remove the config's entry if none are."""
     # Without the names that adapters around the layers give: they will not be there when the config is read.
-    names = [layer_name(name).replace(".base_layer", "") for name in sparse_weights(owner, TRAINED)]
+    names = [name_without_adapters(layer_name(name)) for name in sparse_weights(owner, TRAINED)]
     list_masters(owner, run)
     if not names:
         if run.facts.packed is not None:

@@ -19,7 +19,7 @@ from ..layers.sparse_module import make_dense
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from ..weights.storage import TRAINED
+from ..weights.storage import TRAINED, name_without_adapters
 from .masters import check_masters, pack_masters, wants_packed_master
 from .ownership import adopt, check_not_offloaded, name_layers, write_config
 from .refusals import check_module, check_trainable, reject_non_finite, reject_quantized, reject_wrapped
@@ -72,6 +72,9 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     is_pretrained = _loses_weights(candidates, run.method.pattern)
     _make_sparse(model, run, candidates)
     adopt(model)
+    if any(str(candidate.skipped).startswith("its adapter") for candidate in candidates):
+        for owner in run.owners:  # without the adapters, target_modules would reach these layers too
+            name_layers(owner, run)
     report = make_report(model, run, candidates, is_pretrained)
     if wants_packed_master(run.config):
         pack_masters(model, run)
@@ -123,7 +126,7 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
     try:
         for target in targets:
             check_whole(target.name, target.weight)
-            name = names[target.weight]
+            name = name_without_adapters(names[target.weight])
             if target.is_stack:
                 SparseExperts.from_dense(target.module, target.parameter, target.input_dim, run, target.pattern, name)
             else:
@@ -187,6 +190,9 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
             make_dense(weight, result)
 
     release(model, weights, write)
+    if not sparse:
+        for adapter in getattr(model, "peft_config", {}).values():
+            vars(adapter).pop("save_pretrained", None)  # which names the sparse weights below it
     return model
 
 

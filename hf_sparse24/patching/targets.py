@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
-from ..weights.storage import layer_name
+from ..weights.storage import layer_name, name_without_adapters
 from .unsupported import overlapping_tensors, unsupported_reason
 
 # Transformers' names of the sub-configs of towers: `vision_config`, `audio_config`, `audio_encoder` and the like.
@@ -175,7 +175,7 @@ def find_place(model: nn.Module, name: str, parameter: str) -> Place:
         texts = [path[start][0], *between, path[-1][0]]
     own = [layer_name(f"{name}.{parameter}".removeprefix(".")), name]
     # Below an adapter of PEFT a layer goes by the name that it has without one, too.
-    names = dict.fromkeys([*own, *(each.replace(".base_layer", "").removeprefix("base_model.model.") for each in own)])
+    names = dict.fromkeys([*own, *map(name_without_adapters, own)])
     aliases = [alias for own in names for alias in _aliases(model, own)]
     return Place(path, parameter, aliases, block, _sublayer(texts), any(map(_ROUTER.search, texts)))
 

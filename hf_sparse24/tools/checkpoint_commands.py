@@ -76,6 +76,7 @@ def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None
         copy = Path(directory) / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         if not (copy.exists() and copy.samefile(path)):
+            copy.unlink(missing_ok=True)  # it may be read-only, as what it is a copy of
             shutil.copy2(path, copy)
     if not others:
         print(f"{source} has no tokenizer: tokenizer.save_pretrained({str(directory)!r}) adds one")

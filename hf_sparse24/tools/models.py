@@ -67,6 +67,8 @@ def local_files(checkpoint: str, patterns: Sequence[str] = WEIGHTS) -> Path:
 def check_destination(directory: str) -> None:
     if not directory:
         raise ValueError("the directory to write to is empty: name one")
+    if directory.startswith("~"):
+        raise ValueError(f"{directory}: the shell has left '~' as it is; write the path out")
     refuse_other_models(Path(directory))
 
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sparse24_kernels.cache_folder import write_json
 from torch import Tensor
-from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.card import CARD, read_card, write_model_card
@@ -68,7 +68,7 @@ def _run(plan: Plan, dense: Any) -> int:
     model = _load(plan, plan.work / "pruned", torch.float32)  # as after an interruption
     if plan.steps:
         metrics["pruned"] = measure(plan, "pruned", model, dense)
-        _train(plan, model, dense)
+        model = _train(plan, model, dense)
     export_model(model.to(plan.dtype), options.output, options.format, values=options.values)
     AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)  # plan's cuts texts off by now
     last = "trained" if plan.steps else "pruned"
@@ -178,8 +178,9 @@ def _own_text(plan: Plan, dense: Any) -> Iterator[Tensor]:
         yield torch.cat([block[:, :begin].expand(number, -1), text, block[:, begin + length :].expand(number, -1)], 1)
 
 
-def _train(plan: Plan, model: Any, dense: Any) -> None:
-    """Train the kept weights, or go on with that. KeyboardInterrupt: Ctrl-C was pressed, and a checkpoint is saved."""
+def _train(plan: Plan, model: Any, dense: Any) -> Any:
+    """Train the kept weights, or go on with that; the trained model. KeyboardInterrupt: Ctrl-C was pressed, and a
+    checkpoint is saved."""
     folder, on_cpu = plan.work / "training", plan.device == "cpu"
     settings: dict[str, Any] = {"max_steps": plan.steps, "per_device_train_batch_size": plan.batch_size}
     settings |= {"learning_rate": plan.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
@@ -194,6 +195,8 @@ def _train(plan: Plan, model: Any, dense: Any) -> None:
     Sparse24Callback.add_to(trainer)
     with suppress(ValueError):  # there is none
         checkpoint = last_whole_checkpoint(folder)
+    if checkpoint and TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").global_step >= plan.steps:
+        return _load(plan, checkpoint, torch.float32)  # a Trainer would take one more step
     before = signal.signal(signal.SIGINT, stop.press)
     try:
         trainer.train(checkpoint)
@@ -201,6 +204,7 @@ def _train(plan: Plan, model: Any, dense: Any) -> None:
         signal.signal(signal.SIGINT, before)
     if stop.is_pressed:
         raise KeyboardInterrupt
+    return model
 
 
 class _Stop(TrainerCallback):

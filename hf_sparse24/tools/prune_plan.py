@@ -89,7 +89,7 @@ class Plan:
         self.batch_size, self.is_slow = BATCH_SIZE[self.device], self.device == "cpu" and self.parameters > LARGE
         # 2e-4 was measured with 135 million parameters; with 8 billion it is 2.6e-5.
         self.learning_rate = float(f"{min(2e-3, 2e-4 * math.sqrt(135e6 / self.parameters)):.1e}")
-        documents = read_documents(options.text)
+        documents = read_documents(options.text, (output.absolute(), self.work))
         self.text = hashlib.sha256("\0".join(documents).encode()).hexdigest()
         positions = getattr(config, "max_position_embeddings", None) or BLOCK
         self.tokens = self._divide(documents, min(BLOCK, positions, self.tokenizer.model_max_length))
@@ -159,14 +159,15 @@ def _tokenizer(model: str, kind: str) -> Any:
     return tokenizer
 
 
-def read_documents(paths: Sequence[str]) -> list[str]:
-    """The texts of files: one of each, or one of each line `{"text": ...}` of a .jsonl file. ValueError: there is none,
-    or it cannot be read as such."""
+def read_documents(paths: Sequence[str], without: Sequence[Path]) -> list[str]:
+    """The texts of files: one of each, or one of each line `{"text": ...}` of a .jsonl file. Those in the folders
+    `without` are left out. ValueError: there is none, or it cannot be read as such."""
     documents: list[str] = []
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"--text {path}: there is no such file or directory")
-        inside = (file for kind in ("*.txt", "*.jsonl") for file in path.rglob(kind) if file.is_file())
+        inside = [file for kind in ("*.txt", "*.jsonl") for file in path.rglob(kind) if file.is_file()]
+        inside = [file for file in inside if not set(file.absolute().parents) & set(without)]
         for file in sorted(inside) if path.is_dir() else [path]:
             documents += filter(str.strip, _texts(file))
     if not documents:

@@ -127,6 +127,9 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self._distiller is not None:
             self._distiller.reset()
         self._logged_step = state.global_step
+        states: Any = state.stateful_callbacks  # by the names of classes
+        saved = states.get(type(self).__name__, {})  # none where another trainer began the run
+        states.setdefault(type(self).__name__, self.state())
         if sparse_run(model) is None and sparse_weights(model, PACKED):
             return  # adapters train around packed weights
         if self._trainer is None:
@@ -151,9 +154,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if method.teacher_loss is not None and self._distiller is None:
             way = "pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
             logger.warning(f"method {method.name!r} is published with the dense model as its teacher: {way}")
-        states: Any = state.stateful_callbacks  # by the names of classes
-        saved = states.get(type(self).__name__, {})  # none where another trainer began the run
-        states.setdefault(type(self).__name__, self.state())
         if state.global_step and saved.get("controller"):  # in a new run it is of this trainer's last one
             of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
             self.controller.load_state_dict(saved["controller"] | of_this_run)
@@ -161,6 +161,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self.run_log = RunLog(args, state, self.controller) if records else None
         if state.global_step >= state.max_steps:
             self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
+            for group in kwargs["optimizer"].param_groups:
+                group["lr"] = 0.0
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is not None and state.global_step < state.max_steps:

@@ -205,7 +205,7 @@ class Sparse24Trainer(Trainer):
     ) -> CommitInfo | None:
         """Save the model to the output directory, and push its export with a model card.
 
-        A model that is not patched, or has adapters, is pushed as by `Trainer`.
+        A model that is not patched, or is a `PeftModel`, is pushed as by `Trainer`.
 
         Args:
             commit_message: of the commit.

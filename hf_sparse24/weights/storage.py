@@ -200,3 +200,8 @@ PACKED = PackedFrozen | PackedMaster
 def layer_name(name: str) -> str:
     """The layer that a weight is named after, as `target_modules` and `exclude_modules` take it."""
     return name.removesuffix(".weight")
+
+
+def name_without_adapters(name: str) -> str:
+    """The name that a module or weight has in its model without the adapters of PEFT."""
+    return name.replace(".base_layer", "").removeprefix("base_model.model.")

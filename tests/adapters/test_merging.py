@@ -161,9 +161,9 @@ def test_ia3_scales_rows_or_columns_and_merges_into_2_to_4(feedforward):
 def test_a_merge_of_nan_is_refused():
     model = adapted()
     with torch.no_grad():
-        around(model)[0].lora_B["default"].weight[0, 0] = torch.nan
+        around(model)[-1].lora_B["default"].weight[0, 0] = torch.nan
     before = snapshot(model)
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ValueError, match="or not finite"):
         model.merge_adapter(safe_merge=True)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)

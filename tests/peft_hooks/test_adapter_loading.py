@@ -13,9 +13,9 @@ from torch import nn
 from training_runs import arguments, dataset
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, patch_model
+from hf_sparse24 import Sparse24Callback, Sparse24Config, patch_model, unpatch_model
 from hf_sparse24.peft_hooks import MASKED_TYPE
-from hf_sparse24.run import set_phase
+from hf_sparse24.run import set_phase, sparse_run
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -117,6 +117,27 @@ def test_an_adapter_that_was_there_before_the_model_was_patched_is_saved_with_it
     patch_model(model if wrapped else model.get_base_model())
     model.save_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / "adapter")), logits(model))
+
+
+def test_random_masks_below_an_adapter_are_those_of_the_base_alone(dense, tmp_path):
+    model = peft.get_peft_model(load(dense), lora())
+    patch_model(model, Sparse24Config(method="slope", initial_mask="random"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / "adapter")), logits(model))
+
+
+def test_an_adapter_out_of_the_dense_weights_is_refused(dense):
+    model = peft.get_peft_model(load(dense), lora(init_lora_weights="pissa"))
+    with pytest.raises(ValueError, match="call patch_model first, then get_peft_model"):
+        patch_model(model)
+    assert sparse_run(model) is None
+
+
+def test_an_adapter_whose_base_is_dense_again_is_saved_as_one_of_a_dense_base(dense, tmp_path):
+    model = peft.get_peft_model(patched(dense), lora())
+    unpatch_model(model, sparse=False)
+    model.save_pretrained(tmp_path / "adapter")
+    assert "sparse24" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
 
 
 def test_a_trainer_resumes_adapters_with_masks(dense, tmp_path):

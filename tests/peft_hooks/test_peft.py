@@ -136,12 +136,17 @@ def test_an_adapter_that_is_only_loaded_may_compute_with_the_dense_weight_until_
         model.add_adapter("second", CONFIGS[peft.PeftType("HRA")](target_modules=TARGETS["llama"]))
 
 
-def test_a_layer_that_an_adapter_bypasses_stays_dense():
+def test_a_layer_that_an_adapter_bypasses_stays_dense(tmp_path):
     model = adapted(zoo.build("llama"), "llama", "HRA", {})
     report = patch_model(model)
     skipped = {why for name, why in report.skipped.items() if name.endswith("up_proj.base_layer")}
     assert skipped == {"its adapter (HRALinear) computes with its weight without calling it"}
     assert report.patched and not any("base_layer" in name for name in report.patched)
+    merged = model.merge_and_unload()
+    assert "push_to_hub" in vars(merged)  # as of a model that is patched by itself
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sparse_weights(loaded).keys() == sparse_weights(merged).keys()
 
 
 @pytest.mark.parametrize("base", TARGETS)

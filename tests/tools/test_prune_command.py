@@ -227,6 +227,22 @@ def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys, monkeypatch)
     assert read(tmp_path / "out") == read(expected)
 
 
+def test_ctrl_c_after_the_training_loses_nothing_however_often(undisturbed, tmp_path, monkeypatch):
+    expected, command = undisturbed
+    command = [str(tmp_path / "out") if part == str(expected) else part for part in command]
+    command[command.index("--tokens") + 1] = "4096"  # more than there are: training ends within an epoch
+
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "export_model", stopped)
+        for _ in range(3):
+            assert main(command) == 130
+            assert [path.name for path in (tmp_path / "out-work/training").glob("checkpoint-*")] == ["checkpoint-64"]
+    assert main(command) == 0
+
+
 def test_two_processes_do_not_work_in_one_folder(models, text, tmp_path, capsys):
     command = arguments(models / "llama", text, tmp_path / "out")
     with pytest.MonkeyPatch.context() as patch:
