@@ -235,3 +235,11 @@ def test_a_checkpoint_that_has_ended_dense_is_fine_tuned_dense(finished, run_dir
 
     again.train(resume_from_checkpoint=str(run_dir / "checkpoint-2"))
     assert torch.equal(weights(again.model), finished[1])
+
+
+def test_a_finished_run_changes_nothing_more(tmp_path):
+    """By a learning rate that does not end at zero, within an epoch: the Trainer takes one more step."""
+    constant = {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
+    before = weights(train(tmp_path, config=CONFIG, **SAVING, **constant).model)
+    again = resume(tmp_path, **constant)
+    assert again.state.global_step == 5 and torch.equal(weights(again.model), before)
