@@ -138,7 +138,7 @@ def make_model_card(
 def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) -> None:
     """Write `README.md` to a directory, and `loss.png` where there are losses and Matplotlib is installed."""
     picture = plot_losses(details.get("log_history", ()), details.get("dense_control"))
-    card = make_model_card(model, **details, plot=PLOT if picture else None)
+    card = make_model_card(model, **({"plot": PLOT if picture else None} | details))
     if picture:
         (directory / PLOT).write_bytes(picture)
     card.save(directory / CARD)

@@ -62,6 +62,7 @@ class Sparse24Quantizer(HfQuantizer):
         self.packed: PackedFormat | None = self.saved.facts.packed
         """What the checkpoint says of its packed weights; None where it has none."""
         self.has_packed_master = wants_packed_master(config if self.packed else self.saved.passed or config)
+        self.is_late = False  # whether the model is patched once its weights are loaded
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
@@ -83,7 +84,9 @@ class Sparse24Quantizer(HfQuantizer):
             self.run = SparseRun(self.saved.config) if self.has_packed_master else None
             make_packed(model, self.packed, self.run)
             return
-        if self.has_packed_master:  # the checkpoint is dense: packed once it is loaded
+        # Transformers would initialise the weights of custom code again, where the method's state is not in the files.
+        self.is_late = self.has_packed_master or (not self.pre_quantized and model.is_custom_code())
+        if self.is_late:  # the checkpoint is dense: patched once it is loaded
             return
         config = _with_passed(self.saved)
         if self.pre_quantized:
@@ -111,7 +114,7 @@ class Sparse24Quantizer(HfQuantizer):
             raise ValueError(f"master='packed': tensor parallelism does not split the places of packed weights; {way}")
         if self.packed is not None:
             return self._finish_packed(model)
-        if self.has_packed_master:
+        if self.is_late:
             config = _with_passed(self.saved)
             del model.config.quantization_config
             forget_quantizer(model)
@@ -219,10 +222,20 @@ def _with_passed(saved: SavedConfig) -> Sparse24Config:
 
 def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
     """The config without the names of heads that the model's class lacks, as `AutoModel` lacks `lm_head`."""
-    names = config.target_modules
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    present = [name for name in names if name.rpartition(".")[2] in own] if isinstance(names, list) else names
-    return config.replace(target_modules=present) if present and present != names else config
+
+    def present(names: Any) -> Any:
+        return [name for name in names if name.rpartition(".")[2] in own]
+
+    fields: dict[str, Any] = {}
+    for field in ("target_modules", "exclude_modules"):
+        if isinstance(names := getattr(config, field), list) and present(names) != names:
+            fields[field] = present(names) or None
+    if fields.get("target_modules", True) is None:
+        return config
+    if patterns := config.layer_patterns:
+        fields["layer_patterns"] = {name: patterns[name] for name in present(patterns)} or None
+    return config.replace(**fields)
 
 
 def _method_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -25,7 +25,15 @@ from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import Made, PackedModule, SparseModule, made_class, reject_other_graphs, trained_parameter
+from .sparse_module import (
+    Made,
+    PackedModule,
+    SparseModule,
+    change_class,
+    made_class,
+    reject_other_graphs,
+    trained_parameter,
+)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -87,7 +95,7 @@ class SparseExperts(StackedExperts, SparseModule):
         if not isinstance(module, SparseExperts):
             module.__dict__.update(dense_class=type(module), running=[])
         names = tuple(module.__dict__["sparse24"])
-        module.__class__ = made_class(SparseExperts, module.__dict__["dense_class"], names)
+        change_class(module, made_class(SparseExperts, module.__dict__["dense_class"], names))
         return module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

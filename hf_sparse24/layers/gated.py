@@ -10,7 +10,7 @@ import torch
 from sparse24_kernels.gated import GATED_ACTIVATIONS
 from torch import Tensor, nn
 
-from .sparse_module import Made, made_class
+from .sparse_module import Made, change_class, made_class
 
 
 class Layout(NamedTuple):
@@ -57,7 +57,7 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
             fused_class = _find_fused_class(module)
             if fused_class is None:
                 continue
-            module.__class__ = fused_class
+            change_class(module, fused_class)
         fused.append(name)
     return fused
 
@@ -73,7 +73,7 @@ def unfuse_gated_mlps(model: nn.Module) -> list[str]:
     """
     fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
     for module in fused.values():
-        module.__class__ = module.made_of[1]
+        change_class(module, module.made_of[1])
     return list(fused)
 
 

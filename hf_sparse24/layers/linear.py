@@ -36,7 +36,7 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED, Gemm
 from ..weights.input_dim import input_dim_of
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import SparseModule, reject_other_graphs, trained_parameter
+from .sparse_module import SparseModule, change_class, reject_other_graphs, trained_parameter
 
 
 class _SparseLinearFunction(torch.autograd.Function):
@@ -120,7 +120,7 @@ class Sparse24Layer(SparseModule):
         """Turn `module` into a sparse layer in place, with `pattern` or that of the `run`."""
         SparseWeight.attach(module, "weight", input_dim_of(module), run, pattern, name)
         module.__dict__["dense_class"] = type(module)
-        module.__class__ = cls
+        change_class(module, cls)
         return module
 
     def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import PackedFrozen, PackedMaster, WeightView
 from .experts import PackedExperts
-from .sparse_module import PackedModule, made_class, reject_other_graphs
+from .sparse_module import PackedModule, change_class, made_class, reject_other_graphs
 
 # Of the dense gradient that a packed master makes at a time. On a CPU it stays in the cache until its values are taken;
 # on a GPU each block waits for the device, so that few large ones are better.
@@ -194,11 +194,11 @@ def _choose_class(module: nn.Module) -> None:
     """Give a module the class that goes with its packed weights, or its own again."""
     dense_class, packed = module.__dict__["dense_class"], module.__dict__["sparse24"]
     if not packed:
-        module.__class__ = dense_class
+        change_class(module, dense_class)
         for key in {"sparse24", "dense_class", "running"} & set(module.__dict__):
             del module.__dict__[key]
     elif issubclass(dense_class, nn.Linear | Conv1D):
-        module.__class__ = PackedConv1D if issubclass(dense_class, Conv1D) else PackedLinear
+        change_class(module, PackedConv1D if issubclass(dense_class, Conv1D) else PackedLinear)
     else:
         module.__dict__.setdefault("running", [])
-        module.__class__ = made_class(PackedExperts, dense_class, tuple(packed))
+        change_class(module, made_class(PackedExperts, dense_class, tuple(packed)))

@@ -32,6 +32,13 @@ def made_class(front: Any, own: type, key: Hashable) -> Any:
     return type(f"{front.prefix}{own.__name__}", (front, own), members)
 
 
+def change_class(module: Any, cls: Any) -> None:
+    """Give a module another class, and its forward where accelerate's `device_map` keeps that of the class before."""
+    module.__class__ = cls
+    if "_old_forward" in vars(module):
+        module._old_forward = cls.forward.__get__(module)
+
+
 def _empty(front: Any, own: type, key: Hashable) -> Any:
     cls = made_class(front, own, key)
     return cls.__new__(cls)
@@ -83,7 +90,7 @@ def make_dense(weight: SparseWeight, result: Tensor | None = None) -> None:
         del module.__dict__["sparse24"]
         if isinstance(module, SparseModule):
             module.__dict__.pop("running", None)  # of experts
-            module.__class__ = module.__dict__.pop("dense_class")
+            change_class(module, module.__dict__.pop("dense_class"))
 
 
 class WeightModule(nn.Module):

@@ -45,7 +45,8 @@ def adopt(model: nn.Module) -> SparseRun | None:
         says_nothing = named is None or is_dequantized(whole)
         if (says_nothing or (named is run.saved and whole not in run.owners)) and sparse_weights(whole, TRAINED):
             write_config(whole, run)
-            if len(wholes) == 1:  # several share one config, which cannot name the layers of each
+            is_part = any(owner is not whole and whole in owner.modules() for owner in run.owners)
+            if len(wholes) == 1 and not is_part:  # several share one config, which cannot name the layers of each
                 name_layers(whole, run)
     return run
 

@@ -127,7 +127,7 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
         return unsupported_reason(place.path, place.parameter, method)
 
     estimators = [gemm.estimator for gemm in run.method.gemms[1:] if gemm.estimator != "none"]
-    found = []
+    found, of_weight = [], dict[int, Pattern]()
     for name, place in places.items():
         # A whole name in target_modules wins over every rule.
         rule = None if any(whole in place.names for whole in whole_names) else rule_against(place)
@@ -137,6 +137,9 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
             gradients = f"exact gradients, no {estimators[0]}" if candidate.is_stack and estimators else None
             notes = [note for note in (pattern and str(pattern), gradients) if note]
             candidate = candidate._replace(note=", ".join(notes) or None, pattern=pattern)
+            own = pattern or run.method.pattern
+            if of_weight.setdefault(id(candidate.weight), own) != own:
+                raise ValueError(f"{name} shares its weight with a layer that has another pattern: give both the same")
         found.append(candidate)
     convolutions = [
         Candidate(name, module, CONVOLUTION)
@@ -273,4 +276,7 @@ def _without_half_shared(model: nn.Module, found: list[Candidate]) -> list[Candi
     found = skip("its weight shares memory with {}, another Parameter", others)
     chosen = {(id(candidate.module), candidate.parameter) for candidate in found if candidate.skipped is None}
     dense = {id(p) for m in model.modules() for name, p in m._parameters.items() if (id(m), name) not in chosen}
+    # While `from_pretrained` loads, tied weights are not yet one Parameter.
+    named, tied = dict(model.named_parameters(remove_duplicate=False)), getattr(model, "all_tied_weights_keys", None)
+    dense |= {id(named[name]) for name, source in (tied or {}).items() if id(named.get(source)) in dense}
     return skip("its weight is shared with a module that stays dense", dense)

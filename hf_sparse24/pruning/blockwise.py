@@ -75,7 +75,7 @@ def reconstruct_block(
         for _ in range(passes):
             for i in torch.randperm(len(examples), generator=order).tolist():
                 with torch.enable_grad():
-                    examples[i].error().mean().backward()
+                    examples[i].error().mean().backward(inputs=trained)
                 for parameter, mask in masks.items():
                     if parameter.grad is not None:
                         parameter.grad.mul_(mask)

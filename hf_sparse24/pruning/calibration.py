@@ -93,7 +93,8 @@ def calibrate(
         for inputs in batches:
             if frozenset(inputs) not in courses:
                 courses[frozenset(inputs)] = replay.study(inputs)
-        order = dict.fromkeys(name for course in courses.values() for name in course.ends if name in blocks)
+        longest_first = sorted(courses.values(), key=lambda course: -len(course.calls))  # texts alone skip images
+        order = dict.fromkeys(name for course in longest_first for name in course.ends if name in blocks)
         _check_reached([name for block, theirs in blocks.items() if block not in order for name in theirs])
         for name, weight in weights.items():
             hook = functools.partial(before_layer, name)

@@ -36,6 +36,7 @@ PASSES, STEPS = 8, 1_000
 """Of block reconstruction by default: passes, or as many as make so many steps where that is fewer."""
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def oneshot(
     model: nn.Module,

@@ -33,7 +33,8 @@ class LayerReport:
         masked_error: `||X W^T - X (M * W)^T|| / ||X W^T||` in the Frobenius norm, W dense and M the mask: the output
             error of the mask alone.
         error: the same for the layer's new weight and bias, before block reconstruction. Without reconstruction of
-            layers, and with a criterion other than "sparsegpt", both errors are measured on 128 inputs.
+            layers, and with a criterion other than "sparsegpt", both errors are measured on about 128 inputs, at least
+            one a batch.
         kept_magnitude: share of the dense weight's L1 norm that the mask keeps.
         dropped: number of non-zero weights that the mask drops.
         damping: the argument of `oneshot`, or the higher value that SparseGPT needed.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import kl_div, pad
+from torch.nn.functional import cross_entropy, kl_div, pad
 
 from ..run import sparse_run
 from .teacher import Chunks, Teacher, shifts_labels
@@ -33,7 +33,8 @@ class DistillationConfig:
     The defaults are AST's for GPT-2 (arXiv 2407.20584): 1/3 cross entropy + 2/3 KL at T = 2.
 
     Args:
-        weight: of the KL divergence, in (0, 1]; the cross entropy has the rest.
+        weight: of the KL divergence, in (0, 1]; the model's own loss has the rest, with what it adds to the cross
+            entropy, such as a router's loss.
         temperature: T > 0, which divides both models' logits. T^2 keeps the size of the gradients.
 
     Raises:
@@ -102,6 +103,7 @@ class Distiller:
         self, model: nn.Module, teacher: nn.Module | str | PathLike, config: DistillationConfig, tokenizer: Any = None
     ):
         self.config, self.shifted = config, shifts_labels(model)
+        self._is_divided: bool | None = None  # whether the model divides its loss by the number that a Trainer passes
         self.teacher = Teacher(teacher, model, tokenizer)
         self.reset()
         self._handle = model.register_forward_hook(self, with_kwargs=True)
@@ -141,13 +143,23 @@ class Distiller:
 
     def add_teacher(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
         """The loss with the teacher's terms."""
-        logits, positions = self._predictions(outputs, batch)
+        logits, labels = self._predictions(outputs, batch)
+        positions = (labels != IGNORED).nonzero().squeeze(1)
         tokens = len(positions)
-        labels_of_step = batch.get("num_items_in_batch")
-        self.is_mean = labels_of_step is None
         self.teacher.to(logits.device)
         # Sums over tokens, divided as the model divides its own loss. Without tokens, that divides by 0 in the end.
-        count = tokens if labels_of_step is None else torch.as_tensor(labels_of_step).flatten()[0]
+        count: int | Tensor = tokens
+        labels_of_step = batch.get("num_items_in_batch")
+        self.is_mean = labels_of_step is None
+        if labels_of_step is not None:
+            number = torch.as_tensor(labels_of_step).flatten()[0].to(logits.device)
+            if (
+                self._is_divided is None and tokens and number != tokens
+            ):  # once: some classes take the number, and return a mean
+                rows = logits.detach().flatten(0, -2)[positions].float()
+                mean = cross_entropy(rows, labels[positions])
+                self._is_divided = bool((loss * number / tokens - mean).abs() <= (loss - mean).abs())
+            count = tokens if self._is_divided is False else number
         share = 1 / count if tokens else 0.0
         kl = KLDivergence.apply(logits, self.teacher.logits(batch, positions), self.config.temperature) * share
         own = loss.detach().mean()
@@ -157,7 +169,7 @@ class Distiller:
         return (1 - self.config.weight) * loss + self.config.weight * kl
 
     def _predictions(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The student's logits, and the flat positions [n] where they predict a label."""
+        """The student's logits, and the label that each of them predicts, or `IGNORED`, flat."""
         logits = outputs.get("logits") if isinstance(outputs, dict) else None
         if logits is None:
             way = "leave use_liger_kernel and other fused losses off"
@@ -170,7 +182,7 @@ class Distiller:
             raise ValueError(f"{needed}; prompt tuning, which adds tokens, is not supported")
         if self.shifted and shifted is None:  # by the model's loss: a position predicts the label to its right
             labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        return logits, (labels != IGNORED).flatten().nonzero().squeeze(1).to(logits.device)
+        return logits, labels.flatten().to(logits.device)
 
 
 def distill(

@@ -26,19 +26,23 @@ class StepMasks:
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
         self._model, self._run, self._weights = model, run, weights
-        self.trained = {name: weight for name, weight in weights.items() if trains(weight)}
-        # The model keeps its phase where nothing sparse trains, and where a weight is frozen below an adapter: no
-        # schedule may change what that computes.
-        adapted = (module.get_base_layer() for module in adapters_in(model))
-        below = (weight for layer in adapted for weight in sparse_weights(layer).values())
-        self.is_frozen = not self.trained or not all(map(trains, below))
+        self._find_trained()
         self.flips: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}  # the masks, as packed bits, from which on flips are measured
 
+    def _find_trained(self) -> None:
+        self.trained = {name: weight for name, weight in self._weights.items() if trains(weight)}
+        # The model keeps its phase where nothing sparse trains, and where a weight is frozen below an adapter: no
+        # schedule may change what that computes.
+        adapted = (module.get_base_layer() for module in adapters_in(self._model))
+        below = (weight for layer in adapted for weight in sparse_weights(layer).values())
+        self.is_frozen = not self.trained or not all(map(trains, below))
+
     def start_step(self, measures_flips: bool) -> None:
         """Right before the optimizer uses the gradients."""
         self._masks = {}
+        self._find_trained()  # layers may have been unfrozen since
         # Where masks change at refreshes alone, `finish_step` measures their flips.
         if measures_flips and not self._run.method.flips_at_refresh:
             self._before = {name: self.mask(name, packed=True) for name in first_of_each(self._weights)}

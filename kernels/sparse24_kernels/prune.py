@@ -92,8 +92,8 @@ def soft_threshold(
 
     Returns:
         Same shape; at most `n` non-zeros in every `m`, and fewer at ties, which makes it continuous; never -0.0.
-        Computed in fp32, an fp64 weight in fp64. A NaN makes its group NaN. Not differentiable: S-STE's gradient goes
-        straight through.
+        Computed in fp32, an fp64 weight in fp64. A NaN makes its group of 2:4 NaN. Not differentiable: S-STE's gradient
+        goes straight through.
 
     Raises:
         ValueError: a pattern outside 0 < n < m, or a size that `m` does not divide.

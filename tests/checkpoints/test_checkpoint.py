@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_run, sparse_weights, unpatch_model
@@ -311,3 +312,44 @@ def test_a_dequantized_gguf_model_is_ordinary(tmp_path):
         assert sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
         unpatch_model(patched_model)
         assert not hasattr(patched_model.config, "quantization_config")
+
+
+class _Custom(LlamaForCausalLM):
+    """As remote code is: Transformers initialises such a class where any tensor of a module is not in the files."""
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_()
+
+
+def test_the_weights_of_custom_code_are_those_of_its_files(tmp_path):
+    dense = zoo.build("llama")
+    dense.save_pretrained(tmp_path)
+    model = _Custom.from_pretrained(tmp_path, quantization_config=Sparse24Config(method="s-ste"))
+    patch_model(dense, Sparse24Config(method="s-ste"))
+    assert torch.equal(logits(model), logits(dense)) and len(sparse_weights(model)) == 6
+
+
+@pytest.mark.parametrize("method", ["s-ste", "ste"])
+def test_a_tied_head_that_stayed_dense_stays_so(method, tmp_path):
+    model = zoo.build("gpt2", tie_word_embeddings=True)
+    patch_model(model, Sparse24Config(method=method, target_modules=["c_fc", "lm_head"]))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sparse_weights(loaded).keys() == sparse_weights(model).keys()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_head_that_is_excluded_may_be_absent(tmp_path):
+    model = zoo.build("llama")
+    config = {"target_modules": "all-linear", "exclude_modules": ["lm_head"], "layer_patterns": {"up_proj": "1:4"}}
+    patch_model(model, Sparse24Config(method="s-ste", **config))
+    model.save_pretrained(tmp_path)
+    assert len(sparse_weights(AutoModel.from_pretrained(tmp_path))) == len(sparse_weights(model)) == 14
+
+
+def test_exporting_a_part_leaves_the_config_of_the_whole(tmp_path):
+    model = patched()
+    before = model.config.quantization_config.to_dict()
+    export_model(model.model, tmp_path)
+    assert model.config.quantization_config.to_dict() == before

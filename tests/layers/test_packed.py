@@ -4,11 +4,13 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import sparse_models
 import torch
 import zoo
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from checkpoints import patched
 from paths import SUPPORT
 from safetensors import safe_open
@@ -25,6 +27,7 @@ from hf_sparse24 import (
     patch_model,
     sparse_weights,
     unpack_model,
+    unpatch_model,
 )
 from hf_sparse24.layers.packed import PackedLinear
 from hf_sparse24.methods import METHODS
@@ -321,3 +324,18 @@ def test_fresh_process(tmp_path):
     shares = json.loads(run.stdout.splitlines()[-1])
     # Besides the model, an export needs what pruning its largest weight needs: here a weight is 1/30 of the model.
     assert max(shares["export"]) < 0.3 and max(shares["load"]) < 1.2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_model_that_accelerate_spreads_over_devices(name):
+    """Its hooks keep the forward that each module had when it was loaded."""
+    model, plain = (zoo.build(name).eval() for _ in range(2))
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    steps = (partial(patch_model, config=Sparse24Config(method="ste")), pack_model, unpack_model, patch_model)
+    for change in (*steps, partial(unpatch_model, sparse=False)):
+        before = logits(plain)
+        change(model)
+        change(plain)
+        assert torch.equal(logits(model), logits(plain))
+        assert change is not steps[0] or not torch.equal(logits(plain), before)

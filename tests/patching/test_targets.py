@@ -188,3 +188,11 @@ def test_names_and_expressions_reach_towers():
     for targets in (["fc1"], "fc1", r".*vision.*fc1"):
         report = patch_model(multi_modal("llava"), Sparse24Config(target_modules=targets))
         assert report.patched == ("vision_tower.encoder.layers.0.mlp.fc1",)
+
+
+def test_a_weight_that_layers_share_has_one_pattern():
+    model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match="1 shares its weight with a layer that has another pattern"):
+        patch_model(model, Sparse24Config(method="ste", target_modules=["0", "1"], layer_patterns={"0": "1:4"}))
+    patch_model(model, Sparse24Config(method="ste", target_modules=["0", "1"], layer_patterns={"0": "2:4"}))

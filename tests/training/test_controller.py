@@ -287,6 +287,20 @@ def test_training_again_after_the_tail_starts_from_fresh_masks():
         assert torch.equal(weight.mask(), kernels.transposable_mask(weight.parameter))
 
 
+def test_layers_that_are_unfrozen_later_follow_the_method():
+    model, optimizer = patched("fixed-mask")
+    weights = sparse_weights(model)
+    for weight in weights.values():
+        weight.master.requires_grad_(False)
+    controller = Sparse24Controller(model, optimizer, total_steps=4)
+    run_step(model, optimizer, controller, 0)
+    assert all(weight.master.count_nonzero() > 0.9 * weight.master.numel() for weight in weights.values())
+    for weight in weights.values():
+        weight.master.requires_grad_(True)
+    run_step(model, optimizer, controller, 1)
+    assert all(is_nm_sparse(weight.master, 2, 4, weight.input_dim) for weight in weights.values())
+
+
 def test_wrong_use():
     model, optimizer = patched()
     with pytest.raises(ValueError, match="not patched; call patch_model"):
