@@ -31,7 +31,7 @@ from ..patching.refusals import reject_non_finite
 from ..progress import Progress, get_logger
 from ..weights.rules import AVERAGED
 from ..weights.sharding import is_sharded, local, rank
-from ..weights.sparse_weight import sparse_weights, wrong_states
+from ..weights.sparse_weight import first_of_each, sparse_weights, wrong_states
 from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
 from .manifest import MANIFEST, sparse_dim, write_manifest
@@ -112,6 +112,9 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
     reject_non_finite(model.named_parameters(), NOT_FINITE)
     if format == "packed":
         check_packable(model)
+        if tied := sorted(weights.keys() - first_of_each(weights).keys()):
+            what = f"{tied[0]} is the weight of another layer too"
+            raise ValueError(f"{what}, and Transformers cannot load that packed: export with format='dense'")
     adopt(model)  # where a part was patched by itself
     # Transformers would name and shape tensors like the last checkpoint or adapter that it converted.
     converted = model.__dict__.pop("_weight_conversions", None)

@@ -353,3 +353,13 @@ def test_exporting_a_part_leaves_the_config_of_the_whole(tmp_path):
     before = model.config.quantization_config.to_dict()
     export_model(model.model, tmp_path)
     assert model.config.quantization_config.to_dict() == before
+
+
+def test_a_packed_export_of_weights_that_layers_share_is_refused(tmp_path):
+    model = zoo.build("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    patch_model(model, Sparse24Config(method="s-ste"))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is the weight of another layer too"):
+        export_model(model, tmp_path / "packed", format="packed")
+    export_model(model, tmp_path / "dense")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), logits(model.eval()))
