@@ -16,6 +16,7 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 from ..adapters.bypass import adapters_in
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..facts import MARKER
+from ..module_names import ModuleNames
 from ..packed_format import PackedFormat
 from ..patching.masters import packed_config, wants_packed_master
 from ..patching.ownership import (
@@ -234,7 +235,8 @@ def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Spa
     if fields.get("target_modules", True) is None:
         return config
     if patterns := config.layer_patterns:
-        fields["layer_patterns"] = {name: patterns[name] for name in present(patterns)} or None
+        kept = {*present(patterns), *(key for key in patterns if not ModuleNames("layer_patterns", key).endings)}
+        fields["layer_patterns"] = {key: pattern for key, pattern in patterns.items() if key in kept} or None
     return config.replace(**fields)
 
 

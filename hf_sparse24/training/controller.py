@@ -164,7 +164,8 @@ class Sparse24Controller:
             values["kept_magnitude"] = kept_magnitude(self.weights)
         if self._masks.flips:
             values["flip_rate"] = self._masks.flip_rate()
-        return values if self._keeps_phase else values | self.run.method.metrics(self._context())
+        has_none = self._masks.is_frozen or (self.run.facts.finished and self.run.is_dense)
+        return values if has_none else values | self.run.method.metrics(self._context())
 
     def layer_flip_rates(self) -> dict[str, float]:
         """Return the flip rate of each layer, as last measured.

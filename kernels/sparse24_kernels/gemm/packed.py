@@ -84,8 +84,8 @@ class PackedBackend(GemmBackend):
         rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
         # Operators cost Python some 10 us, as long as a small layer takes. Only tracing needs them: torch.compile,
         # tensors of other kinds, and make_fx, which would record that memory is taken, and not that it is filled.
-        plain = type(rows) is Tensor and not rows.is_neg()  # which operators resolve
-        plain &= not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+        plain = type(rows) is Tensor and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+        plain = plain and not rows.is_neg()  # which operators resolve
         run = implementation("packed_linear", rows) if plain else packed_linear
         return run(rows, values, mask, scales, m, bias).view(*x.shape[:-1], len(values))
 
