@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 _MODEL = "a name on the Hub or a directory with a config.json; no weights are loaded"
-_STOPPED = "hf-sparse24: stopped; the same command goes on from what is finished. No export is half written"
+_STOPPED = "hf-sparse24: stopped; what is finished is kept for the same command, and no export is half written"
 
 
 def main(arguments: list[str] | None = None) -> int:

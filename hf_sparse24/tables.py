@@ -75,8 +75,3 @@ def shown(value: object) -> str:
     except Exception as error:  # such as an int of more than 4300 digits
         text = f"<{type(value).__name__}, which cannot be printed: {error}>"
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def print_table(rows: Iterable[Row]) -> None:
-    """Print rows as aligned and indented lines."""
-    print(text_table(rows, indent="  "))

@@ -19,8 +19,8 @@ from ..packed_format import buffer_names, parts_of
 from ..patching.report import group_name, shown_count
 from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
-from ..tables import print_table
 from ..weights.sparse_weight import sparse_weights
+from . import print_table
 from .models import WEIGHTS, check_destination, local_files, read_model
 
 _OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")

@@ -16,10 +16,11 @@ from ..methods.settings import SHARED
 from ..patching.masters import wants_packed_master
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
-from ..tables import print_table, shown_patterns
+from ..tables import shown_patterns
 from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
+from . import print_table
 from .models import read_model
 from .plan import FLOPS_PER_BYTE, print_plan
 

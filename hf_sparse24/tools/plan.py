@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from ..methods import SparseMethod
 from ..methods.masked_decay import MaskedDecayMethod
-from ..tables import print_table, shown_patterns
+from ..tables import shown_patterns
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
+from . import print_table
 from .doctor import sparse_problems
 
 MASTER_BYTES = 4  # of an element of a Parameter, a gradient, and each of AdamW's two moments in mixed precision: fp32
