@@ -11,6 +11,12 @@ MARKER = "saved_by_hf_sparse24"
 """The name of a tensor in the files of a training checkpoint, which a dense model does not keep when it loads them."""
 
 
+def check_phase(phase: Any, phases: Collection[str]) -> None:
+    """Raise ValueError unless `phase` is one of a method's `phases`."""
+    if phase not in phases:
+        raise ValueError(f"phase={phase!r}: must be one of {list(phases)}")
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What a model's run has learned. A packed model keeps those of its run.
@@ -43,8 +49,7 @@ class RunFacts:
     def from_dict(cls, values: dict[str, Any], phases: Collection[str]) -> Self:
         """Read the facts among the keys of a `quantization_config`; ValueError for a phase that is not in `phases`."""
         phase, packed, pruning = values.get("phase", "sparse"), values.get("packed"), values.get("pruning")
-        if phase not in phases:
-            raise ValueError(f"phase={phase!r}: must be one of {list(phases)}")
+        check_phase(phase, phases)
         if not isinstance(pruning, dict | None):
             raise ValueError(f"pruning={pruning!r}: must be a dict of what oneshot was called with")
         form = None if packed is None else PackedFormat.from_dict(packed)

@@ -8,7 +8,7 @@ from sparse24_kernels import Pattern
 from torch import nn
 
 from .config import SavedConfig, Sparse24Config, fixed_differences
-from .facts import RunFacts
+from .facts import RunFacts, check_phase
 from .methods import SparseMethod, method_class
 from .methods.base import DENSE_PHASE
 from .methods.settings import SHARED
@@ -164,8 +164,7 @@ def set_phase(model: nn.Module, phase: str) -> None:
     run = sparse_run(model)
     if run is None or run.phase == phase:
         return
-    if phase not in run.method.phases:
-        raise ValueError(f"phase={phase!r}: must be one of {list(run.method.phases)}")
+    check_phase(phase, run.method.phases)
     if run.facts.packed is not None and phase != "sparse":
         raise ValueError(f"phase={phase!r}: packed masters (master='packed') have the phase 'sparse' alone")
     starts_again = run.facts.finished and run.is_dense

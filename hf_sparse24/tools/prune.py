@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from sparse24_kernels.cache_folder import write_json
 from torch import Tensor
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.card import CARD, read_card, write_model_card
@@ -195,7 +196,7 @@ def _train(plan: Plan, model: Any, dense: Any) -> Any:
     Sparse24Callback.add_to(trainer)
     with suppress(ValueError):  # there is none
         checkpoint = last_whole_checkpoint(folder)
-    if checkpoint and TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").global_step >= plan.steps:
+    if checkpoint and TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}").global_step >= plan.steps:
         return _load(plan, checkpoint, torch.float32)  # a Trainer would take one more step
     before = signal.signal(signal.SIGINT, stop.press)
     try:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..adapters.attaching import attach_adapters
 from ..adapters.bypass import adapters_in, check_adapters
+from ..facts import check_phase
 from ..methods import StepContext
 from ..methods.base import DENSE_PHASE
 from ..patching.ownership import adopt, unwrap
@@ -288,8 +289,7 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
         raise ValueError(f"the state is of method {state['method']!r}, the model is patched with {method!r}: {way}")
     _check_ints(0, controller.total_steps, step=state["step"])
     _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
-    if state["phase"] not in controller.run.method.phases:
-        raise ValueError(f"phase={state['phase']!r}: must be one of {list(controller.run.method.phases)}")
+    check_phase(state["phase"], controller.run.method.phases)
     is_lost = controller._has_own_optimizer and not controller.optimizer.state
     if is_lost and state["step"] and state["uses_optimizer_state"]:
         way = "trains by the state of the optimizer that it makes; load that first (save_only_model=True saves none)"

@@ -153,9 +153,8 @@ class Distiller:
         self.is_mean = labels_of_step is None
         if labels_of_step is not None:
             number = torch.as_tensor(labels_of_step).flatten()[0].to(logits.device)
-            if (
-                self._is_divided is None and tokens and number != tokens
-            ):  # once: some classes take the number, and return a mean
+            # Some classes take the number, and return a mean. It is found once, where the two differ.
+            if self._is_divided is None and tokens and number != tokens:
                 rows = logits.detach().flatten(0, -2)[positions].float()
                 mean = cross_entropy(rows, labels[positions])
                 self._is_divided = bool((loss * number / tokens - mean).abs() <= (loss - mean).abs())

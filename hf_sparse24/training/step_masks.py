@@ -26,6 +26,8 @@ class StepMasks:
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
         self._model, self._run, self._weights = model, run, weights
+        adapted = (module.get_base_layer() for module in adapters_in(model))
+        self._below = [weight for layer in adapted for weight in sparse_weights(layer).values()]
         self._find_trained()
         self.flips: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
@@ -35,9 +37,7 @@ class StepMasks:
         self.trained = {name: weight for name, weight in self._weights.items() if trains(weight)}
         # The model keeps its phase where nothing sparse trains, and where a weight is frozen below an adapter: no
         # schedule may change what that computes.
-        adapted = (module.get_base_layer() for module in adapters_in(self._model))
-        below = (weight for layer in adapted for weight in sparse_weights(layer).values())
-        self.is_frozen = not self.trained or not all(map(trains, below))
+        self.is_frozen = not self.trained or not all(map(trains, self._below))
 
     def start_step(self, measures_flips: bool) -> None:
         """Right before the optimizer uses the gradients."""
