@@ -19,7 +19,7 @@ loaded = get_local_kernel(Path(sys.argv[1]), backend="cpu")
 dispatch, masks, packed = (import_module(f"{loaded.__name__}.{name}") for name in sys.argv[2:])
 x, weight = torch.randn(3, 32), torch.randn(16, 32)
 mask = loaded.nm_mask(weight)
-assert torch.equal(mask, masks.nm_mask(weight, 2, 4, -1, False)) and mask.sum() == 256
+assert torch.equal(mask, masks.nm_mask(weight, 2, 4, 1, False)) and mask.sum() == 256
 matrix = loaded.pack_nm(weight * mask)
 expected = packed.packed_linear(x, *matrix, None)
 torch.testing.assert_close(loaded.packed_linear(x, matrix), expected)
