@@ -135,9 +135,9 @@ SECTIONS = (
         "What flips do to the loss",
         "descent-flips",
         "Change of the loss with the mask updated against that with the mask of before, for ste, t-sr-ste and s-ste",
-        "Change of the loss of the batch (the papers' dF1 against dF2): below zero it descends. The share of flips is\n"
-        "the mean size of actual less held, over the mean size of held; with signs, it is above zero where flips\n"
-        "lower the loss.",
+        "Change of the loss of the batch with the new mask and with the mask of before (the papers' -dF1 and -dF2):\n"
+        "below zero it descends. The share of flips is the mean size of the difference over the mean size of dF2;\n"
+        "with signs, it is above zero where flips lower the loss.",
         (*ROWS[1:], *TILES[1:]),
         (
             ("share of flips", by_flips, ".2%"),

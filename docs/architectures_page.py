@@ -17,9 +17,8 @@ import zoo
 
 INTRO = """# Architectures
 
-What `patch_model` makes sparse with `target_modules="all-linear"`, tried on models of two blocks with random weights. A
-stack of experts counts as a layer. The tests save and reload each but ResNet: outputs are
-equal bit for bit.
+The layers that `patch_model` makes sparse with `target_modules="all-linear"`, in models of two blocks with random
+weights. A stack of experts counts as a layer. The tests save and reload each but ResNet: outputs are equal bit for bit.
 
 Layers are found by structure, not from this list. For any other model, print what `patch_model` returns."""
 

@@ -187,8 +187,8 @@ def _costs(result: dict[str, Any]) -> str:
 
 
 _SPARSE = (
-    "How many times as fast as dense math a training step and its GEMMs are on a CPU in fp32, with sparse GEMMs: the "
-    "median of the rounds, and in brackets the lowest and the highest. Above 1 is faster."
+    "Sparse GEMMs and training steps with them, on a CPU in fp32, in times as fast as dense ones: the median of the "
+    "rounds, and in brackets the lowest and the highest. Above 1 is faster."
 )
 _NOTES = """- `backend="cpu"` takes the kernels that skip zeros. `"auto"` takes the GEMMs that `hf-sparse24 tune MODEL
   --dtype fp32` found faster.

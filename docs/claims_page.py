@@ -204,7 +204,7 @@ def read_papers() -> tuple[Paper, ...]:
 
 INTRO = """# What the papers claim, and what was seen
 
-{claims} claims of the abstracts of five papers, each tried as far as a CPU can: **{counts}**.
+{claims} claims of five papers, each tried as far as a CPU can: **{counts}**.
 
 {table}
 
@@ -214,7 +214,7 @@ INTRO = """# What the papers claim, and what was seen
   so rows on what sparsity costs use the longer runs where they exist. A claim that is not seen here may hold at the
   papers' sizes.
 - Differences are of validation loss in nats per token, seed by seed; brackets have the lowest and the highest seed.
-- *Seen*: in every seed, and in two of them or by {noise:g} nats. *Contradicted*: the opposite in every seed, by
+- *Seen*: in every seed, with two seeds or {noise:g} nats. *Contradicted*: the opposite in every seed, by
   {noise:g} nats in the mean. *Not seen*: neither.
 - *Costs little*: {noise:g} nats at most. *Comparable*: {share:.0%} of the loss at most. Both in the mean of two seeds,
   or in one seed that is {noise:g} nats away from that limit.
@@ -229,13 +229,13 @@ there: none of their steps ascends (S1). Descent is predicted as well as in dens
 it is predicted worse, and worst with `s-ste` (S2). S-STE is continuous (S4), and ends where the baselines end (S12). At
 0.6M tokens smaller scales than that of least squares are better (S6, S7), at the one learning rate that was searched
 for with it; at 4.1M tokens no scale at all is as good. The paper's models have 124M to 774M parameters and train for
-300,000 steps: if oscillation needs a size, it lies between.""",
+300,000 steps: oscillation may begin between these sizes.""",
     "T-SR-STE": """The decay decides more than anything else here (T2 to T6). The default, that of GPT-2 124M, is too
 small for this model. The paper's rule finds 6e-3, and with it the loss at 0.6M tokens is no higher than that of dense
 training; at 4.1M tokens it halves the distance to dense (T8). Decays above the rule's range do no harm here (T4), and
 decay on the weight does as well, at a factor that is larger by orders of magnitude (T3). The learning rate is that
 which was searched for with the default decay.""",
-    "Transposable masks and AdaPrune": """Put on a trained model, masks lose the less the more of them there are
+    "Transposable masks and AdaPrune": """Put on a trained model, patterns with more masks lose less
 (H1, H2), and 4:8 both ways loses what 2:4 along rows loses (H4), although there are fewer of it: the paper's count is
 too large (H3). AdaPrune alone takes back a third to a half of what N:M adds to an unstructured model (H9). The paper's
 networks are convolutional, but for BERT, and larger.""",

@@ -18,7 +18,7 @@ NOTES = """## How to read the tables
   packed weight has 9/16 of the bytes in bf16, 17/32 in fp32, and with int8 values 5/16 of bf16's.
 - Layers are compared with torch's dense ones and with an equally written dense kernel (`recipes/benchmarks/dense.cpp`);
   the better of the two is "best dense".
-- The contenders of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
+- The variants of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
   in brackets. A ratio is taken within a turn.
 - **Bold** ratios reach the goal that was set before measuring, *italic* ones miss it, the others had no goal.
 - Training steps are the other way round: time divided by that of a dense step.

@@ -149,6 +149,6 @@ def verdicts(rows: dict[str, Row]) -> str:
 
 
 FRONT = (
-    "A row is on the front if no other row is at least as good in both KL and the column's cost. `no: 7 (X)`: seven "
+    "A row is on the front if no other row is as good or better in both KL and the column's cost. `no: 7 (X)`: seven "
     "rows are, X among them. Sparse rows are bold."
 )

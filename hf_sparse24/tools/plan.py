@@ -103,7 +103,7 @@ def _summary(plan: Plan, flops_per_byte: int) -> Iterator[str]:
 
 def _averages(method: SparseMethod) -> tuple[float, float]:
     """The share of a long run's steps that are sparse, and how often one of them refreshes masks or scales."""
-    dense = [getattr(method.settings, name, 0) for name in ("dense_start", "dense_tail")]
+    dense = [getattr(method.settings, name, 0) for name in ("dense_start", "dense_tail", "switch_by")]
     total = max(_LONG_RUN, 10 * sum(steps for steps in dense if isinstance(steps, int)))
     steps = method.schedule(total)
     last = min(steps.stop, total)

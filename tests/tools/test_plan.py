@@ -71,9 +71,11 @@ def test_masked_decay_and_refreshes_cost_what_they_move():
 
 
 def test_long_dense_phases():
-    model = llama()
-    patch_model(model, Sparse24Config(method="t-sr-ste", dense_start=20_000, dense_tail=0.5))
-    assert plan_step(model, 16).sparse_share == pytest.approx(0.4)
+    phases = {"t-sr-ste": {"dense_start": 20_000, "dense_tail": 0.5}, "step": {"switch_by": 20_000, "dense_tail": 0.5}}
+    for method, settings in phases.items():
+        model = llama()
+        patch_model(model, Sparse24Config(method=method, **settings))
+        assert plan_step(model, 16).sparse_share == pytest.approx(0.4)
 
 
 def test_break_even():
