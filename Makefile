@@ -12,9 +12,13 @@ demo: .venv/.recipes-installed
 test: lint-check
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# What takes long: engines are installed, real models run, processes are killed. None of these tests compares times.
+# What takes long: engines are installed, real models run, processes are killed. None of these tests compares times. Files
+# that take minutes come first, or one core waits for the other at the end.
+MINUTES := $(patsubst %,tests/%.py,serving/test_vllm_plugin recipes/test_notebooks kernels/cpu/test_safety \
+	recipes/test_scaling recipes/test_launch serving/test_onnx)
 test-slow: .venv/.test-installed
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and slow" $(MINUTES) \
+		$(filter-out $(MINUTES),$(shell grep -rl --include='test_*.py' mark.slow tests))
 
 # Which lines the CPU tests run, by module, and build/coverage/html/index.html; CONTRIBUTING.md says what it cannot see.
 coverage: .venv/.test-installed

@@ -28,6 +28,9 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None
     """Raise ValueError if the optimizer cannot be followed, or lacks a trainable part of a sparse weight."""
     if not isinstance(optimizer, torch.optim.Optimizer | ZeroOptimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
+    if hasattr(optimizer, "fused_backward"):
+        way = "it updates weights within backward, before masked decay and without steps to follow"
+        raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW or another")
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
         # FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later.

