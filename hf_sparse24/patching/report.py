@@ -85,14 +85,14 @@ class PatchReport(TableReport):
             yield row.group, str(row.layers), shown_count(row.weights), row.skipped or sparse
 
     def _advice(self) -> str | None:
-        return FINISHED if self.is_finished else _PRETRAINED if self.is_pretrained else None
+        return FINISHED if self.is_finished else PRETRAINED if self.is_pretrained else None
 
 
 FINISHED = (
     "the model's sparse training has ended in a dense phase or with adapters, and further training stays in it; "
     'set_phase(model, "sparse") before training starts the method\'s schedule again'
 )
-_PRETRAINED = (
+PRETRAINED = (
     "its weights are pretrained, and pruning them now loses much of what they learned: for short training, call "
     "oneshot(model, batches) first and train the result, or run hf-sparse24 prune"
 )

@@ -70,6 +70,8 @@ def _run(plan: Plan, dense: Any) -> int:
     if plan.steps:
         metrics["pruned"] = measure(plan, "pruned", model, dense)
         model = _train(plan, model, dense)
+        if hasattr(dense.config, "use_cache"):  # which a Trainer turns off
+            model.config.use_cache = dense.config.use_cache
     export_model(model.to(plan.dtype), options.output, options.format, values=options.values)
     AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)  # plan's cuts texts off by now
     last = "trained" if plan.steps else "pruned"
@@ -80,8 +82,12 @@ def _run(plan: Plan, dense: Any) -> int:
     print(f"\n{text_table([['model', *metrics['dense']], *rows])}\n")
     if plan.steps:
         print("The dense model was not trained on this text: the difference is not what sparsity costs.\n")
+        if metrics["trained"]["loss"] > metrics["pruned"]["loss"]:
+            print("Training made it worse: give more --tokens of text, or --tokens 0.\n")
     print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {plan.cls.__name__}")
     print(f"model = {plan.cls.__name__}.from_pretrained({options.output!r})", flush=True)
+    if options.format == "dense":
+        print(f"# to train it on with its zeros, by adapters too: see {options.output}/{CARD}", flush=True)
     if status == 0:
         _remove(plan.work)
     return status

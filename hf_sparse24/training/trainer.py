@@ -17,7 +17,7 @@ from ..checkpoints.hub import push_to_hub
 from ..config import Sparse24Config
 from ..methods import step_param_groups
 from ..methods.masked_decay import AUTO
-from ..patching.report import PatchReport
+from ..patching.report import PRETRAINED, PatchReport
 from ..patching.surgery import patch_model
 from ..progress import get_logger
 from ..run import sparse_run
@@ -251,6 +251,8 @@ class Sparse24Trainer(Trainer):
             return
         if self.sparse24_config is not None or not sparse_weights(model, PACKED):  # around a packed one adapters train
             self.patch_report = patch_model(model, self.sparse24_config)
+            if self.patch_report.is_pretrained:
+                logger.warning(f"{type(model).__name__}: {PRETRAINED}")
 
 
 def _check_own_loss(trainer: Trainer) -> None:

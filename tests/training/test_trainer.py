@@ -20,8 +20,12 @@ from hf_sparse24 import (
 from hf_sparse24.run import patched_config, sparse_run
 
 
-def test_patches_by_default_and_keeps_a_patched_model(tmp_path):
+def test_patches_by_default_and_keeps_a_patched_model(tmp_path, caplog):
     run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path))
+    assert "pretrained" not in caplog.text
+    zoo.build("llama").save_pretrained(tmp_path / "dense")
+    Sparse24Trainer(type(run.model).from_pretrained(tmp_path / "dense"), arguments(tmp_path))
+    assert "LlamaForCausalLM: its weights are pretrained, and pruning them now loses" in caplog.text
     assert patched_config(run.model) == Sparse24Config() and "up_proj" in str(run.patch_report)
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(method="ste"))
