@@ -106,7 +106,7 @@ cpu-test: .venv/.test-installed
 clean:
 	rm -rf .venv build dist *.egg-info
 
-# One stamp per extra, made anew when what it installs changes.
+# One stamp per extra, replaced when what it installs changes.
 .venv/.%-installed: setup.cfg constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[$*]'

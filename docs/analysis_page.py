@@ -135,7 +135,7 @@ SECTIONS = (
         "What flips do to the loss",
         "descent-flips",
         "Change of the loss with the mask updated against that with the mask of before, for ste, t-sr-ste and s-ste",
-        "Change of the loss of the batch with the new mask and with the mask of before (the papers' -dF1 and -dF2):\n"
+        "Change of the loss of the batch with the new mask and with the mask of before (the papers' dF1 and dF2):\n"
         "below zero it descends. The share of flips is the mean size of the difference over the mean size of dF2;\n"
         "with signs, it is above zero where flips lower the loss.",
         (*ROWS[1:], *TILES[1:]),
@@ -167,8 +167,8 @@ SECTIONS = (
     Section(
         "Flip rates and those of dense training",
         "flips-dense",
-        "Flip rate by step of dense training with virtual masks beside ste, sr-ste and s-ste, and beside t-sr-ste with "
-        "two decays",
+        "Flip rate by step of dense training with virtual masks next to ste, sr-ste and s-ste, and next to t-sr-ste "
+        "with two decays",
         "Dense weights have no mask; a virtual one is what they would have. The papers call a run healthy whose flip\n"
         "rate rises and then fades, as that of dense training does.",
         ROWS,

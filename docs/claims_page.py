@@ -214,7 +214,7 @@ INTRO = """# What the papers claim, and what was seen
   so rows on what sparsity costs use the longer runs where they exist. A claim that is not seen here may hold at the
   papers' sizes.
 - Differences are of validation loss in nats per token, seed by seed; brackets have the lowest and the highest seed.
-- *Seen*: in every seed, with two seeds or {noise:g} nats. *Contradicted*: the opposite in every seed, by
+- *Seen*: in every seed; in a single seed by {noise:g} nats. *Contradicted*: the opposite in every seed, by
   {noise:g} nats in the mean. *Not seen*: neither.
 - *Costs little*: {noise:g} nats at most. *Comparable*: {share:.0%} of the loss at most. Both in the mean of two seeds,
   or in one seed that is {noise:g} nats away from that limit.

@@ -16,7 +16,7 @@ AXES: dict[str, Callable[[Row], float]] = {
     "speed, two threads": lambda row: -row["speed"]["2"]["tokens per s"][1],
     "speed, one thread": lambda row: -row["speed"]["1"]["tokens per s"][1],
 }
-"""What costs beside KL, less being better."""
+"""What costs next to KL, less being better."""
 
 INTRO = """# Bytes, speed and KL: the frontier
 

@@ -1,4 +1,4 @@
-"""What every test gets: a fixed seed, quiet progress bars, a registered method of its own, and deprecations of
+"""What every test gets: a fixed seed, quiet progress bars, a registered method, and deprecations of
 Transformers as failures."""
 
 import gc

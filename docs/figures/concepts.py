@@ -144,7 +144,7 @@ def gemms(figure: Figure) -> None:
 
 
 def _moving_groups() -> tuple[Tensor, Tensor]:
-    """One weight from -1.5 to 1.5 beside three that stay."""
+    """One weight from -1.5 to 1.5 next to three that stay."""
     moving = torch.linspace(-1.5, 1.5, 601)
     return moving, torch.stack([moving, *torch.tensor([0.3, -0.6, 1.0]).expand(601, 3).t()], dim=1)
 

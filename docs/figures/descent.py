@@ -106,8 +106,8 @@ def by_gap(figure: Figure) -> None:
 
 @picture(
     "flips-dense",
-    "Flip rate by step: of dense training with virtual masks beside ste, sr-ste and s-ste, per step; and with virtual "
-    "transposable masks beside t-sr-ste with two decays, per refresh",
+    "Flip rate by step: of dense training with virtual masks next to ste, sr-ste and s-ste, per step; and with virtual "
+    "transposable masks next to t-sr-ste with two decays, per refresh",
     WIDTH,
     440,
 )

@@ -219,7 +219,7 @@ def _entries(axis: Axes, first: int) -> tuple[list, list]:
 
 
 def method(name: str, figure: Figure) -> None:
-    """Loss, search of the learning rate, flip rate and step time of one method beside the dense control."""
+    """Loss, search of the learning rate, flip rate and step time of one method and the dense control."""
     loss, search, flips, times = figure.subplots(4, 1, height_ratios=[1, 0.9, 0.8, 0.6])
     for variant, colour, line in [("dense", MUTED, "--"), (name, BLUE, "-")]:
         draw_curve(loss, best(variant), "loss", colour, _with_loss(variant), line)
@@ -271,7 +271,7 @@ def _shade_dense(axis: Axes, variant: str, label: str = "dense") -> None:
 for _name in METHODS:
     picture(
         f"method-{_name}",
-        f"{_name} beside dense training of a small Llama: training loss, validation loss by learning rate, flip rate, "
+        f"{_name} next to dense training of a small Llama: training loss, validation loss by learning rate, flip rate, "
         "and step time over dense on a CPU",
         height=800,
     )(partial(method, _name))

@@ -11,7 +11,7 @@ Method card
     Adapters         with `adapter_rank` r > 0, in the last `adapter_steps`: Z = X (R * W)^T + (X A) B / r, where A is
                      N(0, 1) [in, r] and B zero [r, out] at first. The weight goes on training
     Hyper-parameters initial_mask: "random" is the paper's; "magnitude" is that of the authors' code, and our default.
-                     By it a trained model keeps more of what it learned, and of random initial weights the mask is
+                     With it a trained model keeps more of what it learned, and the mask of random initial weights is
                      uniform too. "transposable" is ours: C then drops nothing, and R
                      drops more. adapter_rank: 0 is exactly 2:4; the paper takes 4, 16 and 64 at a width of 1024, in
                      the last 1 % of steps (`adapter_steps`)

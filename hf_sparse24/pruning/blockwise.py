@@ -72,8 +72,8 @@ def reconstruct_block(
         steps = passes * len(examples)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))
         order = torch.Generator().manual_seed(0)
-        for done in range(passes):
-            for k, i in enumerate(torch.randperm(len(examples), generator=order).tolist()):
+        for _ in range(passes):
+            for i in torch.randperm(len(examples), generator=order).tolist():
                 with torch.enable_grad():
                     examples[i].error().mean().backward(inputs=trained)
                 for parameter, mask in masks.items():
@@ -82,7 +82,7 @@ def reconstruct_block(
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                progress.update(0, f"training {name}: step {done * len(examples) + k + 1:,} of {steps:,}")
+                progress.update(0, f"training {name}: step {schedule.last_epoch:,} of {steps:,}")
     after = _mean_error(examples)
     if not after < before:
         for parameter, values in zip(trained, start):

@@ -83,11 +83,11 @@ def _run(plan: Plan, dense: Any) -> int:
     if plan.steps:
         print("The dense model was not trained on this text: the difference is not what sparsity costs.\n")
         if metrics["trained"]["loss"] > metrics["pruned"]["loss"]:
-            print("Training made it worse: give more --tokens of text, or --tokens 0.\n")
+            print("The export is worse than the model before training: give more text, or --tokens 0.\n")
     print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {plan.cls.__name__}")
     print(f"model = {plan.cls.__name__}.from_pretrained({options.output!r})", flush=True)
     if options.format == "dense":
-        print(f"# to train it on with its zeros, by adapters too: see {options.output}/{CARD}", flush=True)
+        print(f"# to train it further and keep its zeros, with adapters too: see {options.output}/{CARD}", flush=True)
     if status == 0:
         _remove(plan.work)
     return status

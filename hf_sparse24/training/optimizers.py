@@ -30,7 +30,7 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
     if hasattr(optimizer, "fused_backward"):
         way = "it updates weights within backward, before masked decay and without steps to follow"
-        raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW or another")
+        raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW, or another that updates in step()")
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
         # FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later.

@@ -75,7 +75,7 @@ def calibration_file(material: Material, folder: Path, with_own: bool) -> Path:
 
 
 def pruned_by(material: Material, library: str, method: str, with_own: bool) -> Path:
-    """The folder of the checkpoint that a library prunes; made unless it is there, and what that cost is beside it.
+    """The folder of the checkpoint that a library prunes; made unless it is there, and what that cost is next to it.
 
     Raises:
         RuntimeError: its process failed; the message is in the log.

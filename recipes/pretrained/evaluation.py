@@ -1,4 +1,4 @@
-"""What a model predicts on held-out documents, document by document, beside what the dense model predicts.
+"""What a model predicts on held-out documents, document by document, next to what the dense model predicts.
 
 The sums of each document are kept, so that ranges over documents can be taken afterwards without the model.
 """

@@ -166,7 +166,7 @@ class Material:
         return self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION) + own
 
     def pruned(self, with_own: bool = True, pattern: str = PATTERNS[0], **options: Any) -> Path:
-        """The folder of the model that `oneshot` prunes; made unless it is there, and what that cost is beside it.
+        """The folder of the model that `oneshot` prunes; made unless it is there, and what that cost is next to it.
 
         Args:
             with_own: whether the model's own text calibrates with the given one.

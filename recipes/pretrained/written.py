@@ -1,6 +1,6 @@
 """What the dense model writes for the evidence page: answers to prompts from templates, and text from nothing.
 
-It is sampled, so it differs between machines. A batch has a seed and a file of its own, and what an interrupted run has
+It is sampled, so it differs between machines. A batch has its own seed and file, and what an interrupted run has
 left is kept.
 """
 

@@ -1,4 +1,4 @@
-"""A text of Python sources out of pinned wheels, with a tokenizer: 200 MB, and validation from packages of its own.
+"""A text of Python sources out of pinned wheels, with a tokenizer: 200 MB, and validation from other packages.
 
 `prepare("runs/python_sources")` writes `train.jsonl`, `validation.jsonl`, `tokenizer/` and `sources.json`, which lists
 packages, licences and characters. A second call reuses them.

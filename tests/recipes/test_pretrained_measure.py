@@ -5,7 +5,7 @@ import sys
 
 import pretrained_page
 import pytest
-import serving
+import real_model
 import torch
 from paths import RECIPES, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,11 +113,11 @@ def test_the_committed_page_is_that_of_the_committed_runs():
 @pytest.mark.slow
 def test_a_cell_of_the_page_comes_out_again(tmp_path, tmp_path_factory):
     """The dense model on two documents, from the packages on: other CPUs round bf16 otherwise, by about 0.1 %. CPUs
-    without it would take ten times as long, and compute in fp32."""
+    without AVX-512 BF16 compute in fp32, as bf16 takes them ten times as long."""
     from recipes.pretrained import material as made
 
     rows = made.prose(made.packages(tmp_path / "packages"))["validation"]
-    source = serving.smollm2(tmp_path_factory)
+    source = real_model.smollm2(tmp_path_factory)
     path = tmp_path / "validation.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer, dense = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source).float()

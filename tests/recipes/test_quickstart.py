@@ -112,7 +112,7 @@ def test_quickstart_interrupted(tmp_path):
     manifest.write_text(json.dumps(written))
     command = [sys.executable, str(RECIPES / "quickstart.py"), *TINY, "--max_steps=100000", "--output_dir=out"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "out").exists():  # datasets 4.0 makes an error of its own of an interrupt while it loads
+    while not (tmp_path / "out").exists():  # datasets 4.0 turns an interrupt into another error while it loads
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     try:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-import serving
+import real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
@@ -11,7 +11,7 @@ from hf_sparse24 import Sparse24Config, export_model, patch_model
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory) -> Path:
-    return serving.smollm2(tmp_path_factory)
+    return real_model.smollm2(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -56,12 +56,13 @@ def environment() -> dict[str, str]:
 def binaries(environment) -> Path:
     """The folder of programs of an environment with vLLM and this checkout."""
     folder = ROOT / "runs" / "vllm"
-    stamp, text = folder / "requirements.txt", "\n".join(REQUIREMENTS)
+    # What it lacks is found here: torch and Triton, 1.8 GB, and this checkout with its entry point for vLLM.
+    ours = "\n".join(map(str, (sysconfig.get_path("purelib"), ROOT, ROOT / "kernels")))
+    pins = (ROOT / "constraints.txt").read_text()
+    stamp, text = folder / "requirements.txt", "\n".join([*REQUIREMENTS, ours, pins])
     if not stamp.exists() or stamp.read_text() != text:
         venv.create(folder, clear=True)
-        # What it lacks is found here: torch and Triton, 1.8 GB, and this checkout with its entry point for vLLM.
-        ours = (sysconfig.get_path("purelib"), ROOT, ROOT / "kernels")
-        (next(folder.glob("lib/python*/site-packages")) / "ours.pth").write_text("\n".join(map(str, ours)))
+        (next(folder.glob("lib/python*/site-packages")) / "ours.pth").write_text(ours)
         pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "-q", "--disable-pip-version-check"]
         for command in (["install", *REQUIREMENTS], ["uninstall", "-y", *UNFIT]):
             subprocess.run([*pip, *command], check=True, env=environment)

