@@ -86,7 +86,8 @@ class Sparse24Quantizer(HfQuantizer):
             make_packed(model, self.packed, self.run)
             return
         # Transformers would initialise the weights of custom code again, where the method's state is not in the files.
-        self.is_late = self.has_packed_master or (not self.pre_quantized and model.is_custom_code())
+        is_custom = not type(model).__module__.startswith("transformers.")  # `is_custom_code`, which 5.11 lacks
+        self.is_late = self.has_packed_master or (not self.pre_quantized and is_custom)
         if self.is_late:  # the checkpoint is dense: patched once it is loaded
             return
         config = _with_passed(self.saved)
