@@ -317,6 +317,8 @@ def test_a_dequantized_gguf_model_is_ordinary(tmp_path):
 class _Custom(LlamaForCausalLM):
     """As remote code is: Transformers initialises such a class where any tensor of a module is not in the files."""
 
+    _auto_class = "AutoModelForCausalLM"  # as of code from the Hub; Transformers 5.11 does not know it otherwise
+
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
             module.weight.data.normal_()
