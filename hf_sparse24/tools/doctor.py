@@ -41,7 +41,7 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
         ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")),
     ]
     for dtype, values, pattern in _PACKED:
-        problem = linear_problem(1, 2048, 2048, dtype)._replace(sparse_dtype=values, pattern=pattern)
+        problem = linear_problem(1, 2048, 2048, dtype)._replace(is_int8=values is torch.int8, pattern=pattern)
         what = f"  {pattern} of {str(values or dtype).removeprefix('torch.')}, 1 token"
         try:
             plan = plan_packed(problem, device)

@@ -1,21 +1,10 @@
 """Tensor functions for 2:4 sparse training: pruning, masks, gradient estimates, GEMMs.
 
 Depends on torch and, on a GPU, Triton. Every function raises ValueError for arguments that it does not take, before
-torch sees them. From the bottom up:
+torch sees them. `kernels/README.md` says what each module is for.
 
-    formats.py    what masks and sparse matrices look like in memory, and their sizes
-    checks.py     what the public functions check of their arguments
-    reference/    the specification in plain PyTorch, on any device
-    gpu/, cpu/    the same functions as Triton kernels, and many of them in C++
-    first_use.py  kernels are checked on first use, with the problems of hard_problems.py
-    dispatch.py   which of these runs an operator, with a reason
-    gemm/         GEMMs with a 2:4 operand: backends, storage, autotuning, plans
-    the rest      the public functions: what they compute, arguments checked, one torch operator each
-
-Here are the operators and formats. Authors of GEMM backends import from `gemm`. Other names stay in their modules:
-choices of an argument (`transposable.SOLVERS`, `prune.SCALE_RULES`, `gated.GATED_ACTIVATIONS`, `fp8.FP8_FORMATS`),
-`prune.prune_forms`, `packing.gather_nm`, `masks.count_flips`, `decay.foreach_masked_decay_`, `fp8.fp8_simulate` and
-`dispatch.choose_kernels`.
+Here are the operators and formats. Authors of GEMM backends import from `gemm`. Other names stay in their modules;
+docs/reference/kernels.md lists them.
 """
 
 from .decay import masked_decay_

@@ -13,23 +13,13 @@ from .formats import FORMS, OPERAND_MULTIPLE, STEP, Packed, mask_bytes, scale_co
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64."""
 
-_KINDS: dict[type, str] = {
-    Tensor: "a tensor",
-    bool: "True or False",
-    int: "an int",
-    torch.device: "a torch.device",
-    torch.dtype: "a torch.dtype",
-    torch.Generator: "a torch.Generator",
-}
-
 
 def check_is(kind: type, name: str, /, **arguments: object) -> None:
     """Raise ValueError unless each of `arguments` is a `kind`. A bool is no int."""
     wanted = (int, torch.SymInt) if kind is int else kind  # sizes are symbolic while a graph is traced
     for what, value in arguments.items():
         if not isinstance(value, wanted) or isinstance(value, bool) != (kind is bool):
-            allowed = _KINDS.get(kind, f"of type {kind.__name__}")
-            raise ValueError(f"{name}: {what}={described(value)}: must be {allowed}")
+            raise ValueError(f"{name}: {what}={described(value)}: must be of type {kind.__name__}")
 
 
 def described(value: object) -> str:

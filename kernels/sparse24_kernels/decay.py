@@ -62,4 +62,4 @@ def foreach_masked_decay_(
         decay = reference.decay.masked_decay_
         if grad.device.type == "cpu" and not torch.compiler.is_compiling():
             decay = implementation("masked_decay_", grad)
-        decay([grad], [weight], [mask], [float(alpha)])
+        decay(grad, weight, mask, float(alpha))

@@ -53,14 +53,8 @@ def _gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str
     return implementation("gated_activation_backward", gate)(grad, gate, up, kind)
 
 
-@_gated_activation.register_fake
-def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    return torch.empty_like(gate)
-
-
-@_gated_activation_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate), torch.empty_like(up)
+_gated_activation.register_fake(lambda gate, up, kind: torch.empty_like(gate))
+_gated_activation_backward.register_fake(lambda grad, gate, up, kind: (torch.empty_like(gate), torch.empty_like(up)))
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -139,7 +139,7 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
         case "masked_decay_":
             for weight, as_bits in product(weights, (False, True)):
                 mask = reference.masks.nm_mask(weight, 2, 4, 1, as_bits)
-                yield [numbers(*weight.shape, seed=1.0)], [weight], [mask], [0.3]
+                yield numbers(*weight.shape, seed=1.0), weight, mask, 0.3
         case "gated_activation" | "gated_activation_backward":
             for kind, rows in product(("swiglu", "geglu", "geglu-exact"), (65, 0)):
                 grad, gate, up = (numbers(rows, 72, seed=seed) for seed in (1.0, 2.0, 3.0))

@@ -112,6 +112,4 @@ def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     return implementation("nm_mask", weight)(weight, n, m, dim, packed)
 
 
-@_nm_mask.register_fake
-def _(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
-    return empty_mask(weight, packed)
+_nm_mask.register_fake(lambda weight, n, m, dim, packed: empty_mask(weight, packed))

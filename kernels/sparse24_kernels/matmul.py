@@ -102,17 +102,11 @@ def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tenso
 
 
 def _plan_packed(
-    tokens: int,
-    shape: Sequence[int],
-    inputs: int,
-    m: int,
-    dtype: torch.dtype,
-    values: torch.dtype,
-    device: torch.device,
+    tokens: int, shape: Sequence[int], k: int, m: int, dtype: torch.dtype, values: torch.dtype, device: torch.device
 ) -> GemmPlan:
     out, kept = shape  # of the values
-    problem = linear_problem(tokens, out, inputs, dtype)._replace(pattern=Pattern(kept * m // inputs, m))
-    return plan_packed(problem._replace(sparse_dtype=values) if values == torch.int8 else problem, device)
+    problem = linear_problem(tokens, out, k, dtype)._replace(pattern=Pattern(kept * m // k, m))
+    return plan_packed(problem._replace(is_int8=values == torch.int8), device)
 
 
 _kept_plan = lru_cache(maxsize=4096)(_plan_packed)

@@ -16,7 +16,6 @@ def mvue(
     m: int = 4,
     dim: int = -1,
     estimator: str = "exact",
-    generator: torch.Generator | None = None,
     *,
     key: Tensor | int | None = None,
     form: str = "dense",
@@ -30,10 +29,8 @@ def mvue(
         dim: the dimension that groups run along.
         estimator: `"exact"` has the least variance that an n:m tensor can have; `"approx"` is the paper's cheaper 2:4
             formula with at most twice that variance, for comparisons.
-        generator: determines the draw, as in `torch.rand`.
         key: int64 scalar tensor (or an int) that determines the draw, on every device alike: the random numbers are
-            Philox 4x32-7 of the key and the position in `x`. Overrides `generator`. If both are None, the key is drawn
-            from torch's global generator.
+            Philox 4x32-7 of the key and the position in `x`. None: drawn from torch's global generator.
         form: `"dense"`; of a matrix also the others of `formats.FORMS`.
 
     Returns:
@@ -67,17 +64,14 @@ def mvue(
     dim = check_dim("mvue", x, dim)
     check_form("mvue", form, x, dim, x.dtype)
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
-    key = _key(key, generator, x.device).to(x.device)
+    key = _key(key, x.device).to(x.device)
     return _mvue(x, key, n, m, dim, estimator, form)
 
 
-def _key(key: Tensor | int | None, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    if generator is not None:
-        check_is(torch.Generator, "mvue", generator=generator)
-        device = generator.device
+def _key(key: Tensor | int | None, device: torch.device) -> Tensor:
     largest = torch.iinfo(torch.int64).max
     if key is None:
-        return torch.randint(largest, (), generator=generator, device=device)
+        return torch.randint(largest, (), device=device)
     if isinstance(key, Tensor) and key.dtype == torch.int64 and not key.dim():
         return key
     if isinstance(key, int) and not isinstance(key, bool) and -largest - 1 <= key <= largest:
@@ -90,6 +84,4 @@ def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form
     return implementation("mvue", x)(x, key, n, m, dim, estimator, form)
 
 
-@_mvue.register_fake
-def _(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
-    return x.new_empty(form_shape(form, x.shape))
+_mvue.register_fake(lambda x, key, n, m, dim, estimator, form: x.new_empty(form_shape(form, x.shape)))

@@ -17,7 +17,7 @@ class Operators:
     ) = None
     s_ste_scale: Callable[[Tensor, int, int, int, str], Tensor] | None = None
     mvue: Callable[[Tensor, Tensor, int, int, int, str, str], Tensor] | None = None
-    masked_decay_: Callable[[list[Tensor], list[Tensor], list[Tensor], list[float]], None] | None = None
+    masked_decay_: Callable[[Tensor, Tensor, Tensor, float], None] | None = None
     gated_activation: Callable[[Tensor, Tensor, str], Tensor] | None = None
     gated_activation_backward: Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor]] | None = None
     unpack_nm: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None

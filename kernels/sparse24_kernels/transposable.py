@@ -58,6 +58,4 @@ def _transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool
     return solve(weight, n, m, solver, packed)
 
 
-@_transposable_mask.register_fake
-def _(weight: Tensor, n: int, m: int, solver: str, packed: bool) -> Tensor:
-    return empty_mask(weight, packed)
+_transposable_mask.register_fake(lambda weight, n, m, solver, packed: empty_mask(weight, packed))

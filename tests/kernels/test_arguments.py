@@ -44,7 +44,7 @@ CALLS = {
     "linear_problem": {"tokens": 16, "out": 16, "inputs": 32, "dtype": BF16},
     "masked_decay_": {"grad": X.clone(), "weight": X, "mask": MASK, "alpha": 0.1},
     "mm_problem": {"m": 16, "n": 16, "k": 32, "dtype": BF16},
-    "mvue": {"x": X, **PATTERN, "estimator": "exact", "generator": None, "key": 3, "form": "dense"},
+    "mvue": {"x": X, **PATTERN, "estimator": "exact", "key": 3, "form": "dense"},
     "nm_mask": {"weight": X, **PATTERN, "packed": False},
     "nm_prune": {"weight": X, **PATTERN, "dtype": None},
     "pack_bits": {"mask": MASK},

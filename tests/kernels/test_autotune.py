@@ -10,11 +10,11 @@ import pytest
 import torch
 from sparse24_kernels import cache_folder
 from sparse24_kernels.gemm import GemmProblem, autotune, cpu_kernels, cusparselt, measure
-from sparse24_kernels.gemm.autotune import Entry, Environment, Measured, choose, read, table_path, tune, write
+from sparse24_kernels.gemm.autotune import Entry, Measured, choose, read, table_path, tune, write
 from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
 
 CPU = torch.device("cpu")
-HERE = Environment("Test GPU", "9.0", "2.13.0", "801")
+HERE = "Test GPU, 9.0, 801, torch 2.13.0"
 PROBLEM = GemmProblem(64, 4096, 128, torch.bfloat16, True, True)
 
 
@@ -39,7 +39,7 @@ def measured(id: int, sparse_us: float, split_k: int = 1) -> Measured:
     return Measured(Algorithm(id, split_k), sparse_us, 100.0)
 
 
-def remember(problem: GemmProblem, *candidates: Measured, environment: Environment = HERE) -> Path:
+def remember(problem: GemmProblem, *candidates: Measured, environment: str = HERE) -> Path:
     """Into the user's cache, as tuning in another process does."""
     write(read() | {(environment, problem): Entry(candidates)})
     reset()
@@ -101,10 +101,9 @@ def test_an_entry_serves_its_own_problem(change):
     assert choose(PROBLEM._replace(**change), CPU).reason == autotune.NOT_TUNED
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_environments_are_apart(place, monkeypatch):
+def test_environments_are_apart(monkeypatch):
     remember(PROBLEM, measured(1, 50.0))
-    elsewhere = Environment(*("other" if i == place else value for i, value in enumerate(HERE)))
+    elsewhere = HERE.replace("801", "802")
     monkeypatch.setattr(autotune, "current_environment", lambda device: elsewhere)
     assert choose(PROBLEM, CPU).backend == "dense"
     remember(PROBLEM, measured(2, 50.0), environment=elsewhere)
@@ -187,7 +186,7 @@ UNREADABLE = {
     "binary": lambda text: "\x00\udcff\udcfe",
     "nested": lambda text: "[" * 100_000,
     "a time beyond floats": lambda text: text.replace("50.0", "1" + "0" * 1000),
-    "newer format": edited(format=6),
+    "newer format": edited(format=7),
     "a bad entry": edited(entries=[1]),
     "an unknown dtype": lambda text: text.replace("bfloat16", "float7"),
 }

@@ -180,7 +180,7 @@ def test_one_wrong_element_is_found(operator):
 
     def wrong(*arguments):
         results = right(*arguments)
-        last = arguments[0][0] if results is None else results if isinstance(results, torch.Tensor) else results[-1]
+        last = arguments[0] if results is None else results if isinstance(results, torch.Tensor) else results[-1]
         if last.numel() and operator in TAMPERED:
             TAMPERED[operator](last.view(-1)[-1:])
         elif last.numel():

@@ -13,7 +13,7 @@ ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
 
 def draw(group, draws=DRAWS, seed=0):
     x = torch.tensor(group, dtype=torch.float32).repeat(draws, 1)
-    return x, kernels.mvue(x, generator=torch.Generator().manual_seed(seed))
+    return x, kernels.mvue(x, key=seed)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_forms():
             kernels.mvue(x, n, m, form=form)
 
 
-def test_without_key_or_generator_it_follows_torch_manual_seed():
+def test_without_key_it_follows_torch_manual_seed():
     x = torch.randn(8, 8)
     torch.manual_seed(3)
     first = kernels.mvue(x)
@@ -140,7 +140,7 @@ def test_independent_between_keys_and_groups():
 @pytest.mark.parametrize("group", [[1.0, 2, 3, 4], [10, -1, 1, 1], [0, 0, 1, -2], [0, 0, 0, 3], [1e3, 1, -2, 3]])
 def test_the_other_estimators_are_unbiased(n, m, estimator, group):
     x = torch.tensor(group, dtype=torch.float32).repeat(DRAWS, 1)
-    estimate = kernels.mvue(x, n, m, estimator=estimator, generator=torch.Generator().manual_seed(0))
+    estimate = kernels.mvue(x, n, m, estimator=estimator, key=0)
     assert is_nm_sparse(estimate, n, m)
     error = (estimate.double().mean(0) - x[0].double()).abs()
     standard = estimate.double().std(0) / DRAWS**0.5

@@ -11,7 +11,7 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
-from sparse24_kernels.reference.fp8 import fp8_quantize
+from sparse24_kernels.fp8 import fp8_quantize
 
 EVERY_TIE = torch.tensor(list(product([0.0, 1.0, -1.0, 2.0, -2.0, 3.0], repeat=4)))
 

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "native"
 
@@ -27,30 +26,22 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_BF16 = (*_AVX512, "-mavx512vbmi", "-mavx512vbmi2", "-mavx512vnni", "-mavx512bf16")
 
-
-class Unit(NamedTuple):
-    """One source and the flags that it is compiled with."""
-
-    source: str
-    flags: tuple[str, ...] = ()
-
-
 # The reference rounds every product. That no operation traps lets compilers make vectors of conditions.
 _EXACT = ("-ffp-contract=off", "-fno-trapping-math")
 
-UNITS = {
-    "any": (Unit("library.cpp"), Unit("isa.cpp", ("-DISA=portable",)), Unit("prune.cpp", ("-DISA=portable", *_EXACT))),
+UNITS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "any": (("library.cpp",), ("isa.cpp", "-DISA=portable"), ("prune.cpp", "-DISA=portable", *_EXACT)),
     "x86_64": (
-        Unit("isa.cpp", ("-DISA=avx2", "-DISA_AVX2=1", *_AVX2)),
-        Unit("isa.cpp", ("-DISA=avx512", "-DISA_AVX512=1", *_AVX512)),
-        Unit("prune.cpp", ("-DISA=avx2", *_AVX2, *_EXACT)),
-        Unit("prune.cpp", ("-DISA=avx512", *_AVX512, *_EXACT)),
-        Unit("avx512_bf16.cpp", _AVX512_BF16),
-        Unit("amx.cpp", (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")),
+        ("isa.cpp", "-DISA=avx2", "-DISA_AVX2=1", *_AVX2),
+        ("isa.cpp", "-DISA=avx512", "-DISA_AVX512=1", *_AVX512),
+        ("prune.cpp", "-DISA=avx2", *_AVX2, *_EXACT),
+        ("prune.cpp", "-DISA=avx512", *_AVX512, *_EXACT),
+        ("avx512_bf16.cpp", *_AVX512_BF16),
+        ("amx.cpp", *_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
     ),
-    "arm64": (Unit("isa.cpp", ("-DISA=neon", "-DISA_NEON=1")), Unit("prune.cpp", ("-DISA=neon", *_EXACT))),
+    "arm64": (("isa.cpp", "-DISA=neon", "-DISA_NEON=1"), ("prune.cpp", "-DISA=neon", *_EXACT)),
 }
-"""What is compiled on every machine, and what besides on some."""
+"""Sources and their flags: what is compiled on every machine, and what besides on some."""
 
 _MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "arm64", "arm64": "arm64"}
 
@@ -59,7 +50,7 @@ class BuildError(Exception):
     """The kernels cannot be compiled here; the message says why and what to do."""
 
 
-def units() -> tuple[Unit, ...]:
+def units() -> tuple[tuple[str, ...], ...]:
     """What this machine compiles."""
     return UNITS["any"] + UNITS.get(_MACHINES.get(platform.machine().lower(), ""), ())
 
@@ -106,8 +97,8 @@ def build(to: Path, extra: tuple[str, ...] = ()) -> None:
     ):
         objects = [Path(folder) / f"{number}.o" for number in range(len(units()))]
         jobs = [
-            [*command, *unit.flags, "-c", str(SOURCES / unit.source), "-o", str(made)]
-            for unit, made in zip(units(), objects)
+            [*command, *flags, "-c", str(SOURCES / source), "-o", str(made)]
+            for (source, *flags), made in zip(units(), objects)
         ]
         list(pool.map(_run, jobs))
         library = Path(folder) / "library"

@@ -79,14 +79,12 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
     return in_form(estimate, form)
 
 
-def masked_decay_(grads: list[Tensor], weights: list[Tensor], masks: list[Tensor], alphas: list[float]) -> None:
-    """grad += alpha * (1 - mask) * weight, in place, for each."""
-    for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
-        if not _has_decay(grad, weight, alpha):
-            reference.decay.masked_decay_([grad], [weight], [mask], [alpha])
-            continue
-        run("decay" if mask.dtype == torch.bool else "decay-bits", weight, grad, mask=mask, scale=alpha)
-        increment_version(grad)
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> None:
+    """grad += alpha * (1 - mask) * weight, in place."""
+    if not _has_decay(grad, weight, alpha):
+        return reference.decay.masked_decay_(grad, weight, mask, alpha)
+    run("decay" if mask.dtype == torch.bool else "decay-bits", weight, grad, mask=mask, scale=alpha)
+    increment_version(grad)
 
 
 def _has_decay(grad: Tensor, weight: Tensor, alpha: float) -> bool:

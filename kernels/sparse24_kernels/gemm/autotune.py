@@ -23,7 +23,7 @@ from . import cpu_kernels, cusparselt
 from .measure import Rejected, first_difference, prepare, try_algorithm
 from .problem import Algorithm, GemmProblem, bucket
 
-FORMAT = 5
+FORMAT = 6
 
 MARGIN = 1.02
 """Speedup from which sparse is chosen. Medians of interleaved timings vary by one to two per cent between runs; above
@@ -32,22 +32,6 @@ this margin, that variation does not make sparse slower than dense."""
 NOT_TUNED = "not tuned: run `hf-sparse24 tune`"
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*cusparselt.DTYPES, torch.float32)}
-
-
-class Environment(NamedTuple):
-    """What a measurement is valid for besides its problem.
-
-    Attributes:
-        device: its model; of a CPU with the number of threads.
-        capability: of a CPU the path of our kernels.
-        torch: its version.
-        kernels: the version of cuSPARSELt as torch gives it, 0.8.1 is "801"; the name of our kernels' file.
-    """
-
-    device: str
-    capability: str
-    torch: str
-    kernels: str
 
 
 class Measured(NamedTuple):
@@ -69,7 +53,7 @@ class Entry(NamedTuple):
     failures: tuple[str, ...] = ()
 
 
-Table = dict[tuple[Environment, GemmProblem], Entry]
+Table = dict[tuple[str, GemmProblem], Entry]
 """Outcomes by environment and problem, whose n is that of its bucket."""
 
 
@@ -93,15 +77,17 @@ _tables: list[Table] = []  # one, once it is read
 _lock = threading.RLock()  # autograd calls `choose` from its threads
 
 
-def current_environment(device: torch.device) -> Environment:
-    name, capability, kernels = device.type, "", str(cusparselt.version())
+def current_environment(device: torch.device) -> str:
+    """What a measurement is valid for besides its problem: the GPU and its capability, or the CPU, its threads and the
+    path of our kernels; the versions of cuSPARSELt (0.8.1 is "801") and torch, or the file of our kernels."""
+    facts = [device.type, str(cusparselt.version())]
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        facts = [torch.cuda.get_device_name(device), capability, str(cusparselt.version())]
     elif uses_cpu_kernels(device) and cpu_kernels.unsupported_device(device) is None:
-        name = f"{first_use.device_name(device)}, threads: {torch.get_num_threads()}"
-        capability, kernels = loaded().path, loaded().file.name
-    return Environment(name, capability, str(torch.__version__), kernels)
+        threads = f"threads: {torch.get_num_threads()}"
+        facts = [first_use.device_name(device), threads, loaded().path, loaded().file.name]
+    return ", ".join([*facts, f"torch {torch.__version__}"])
 
 
 def uses_cpu_kernels(device: torch.device) -> bool:
@@ -155,11 +141,8 @@ def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> 
     if not _tables:
         _tables.append(read())
     entry = _tables[0].get((current_environment(device), problem))
-    backend = "cpu" if uses_cpu_kernels(device) else "cusparselt"
-    return _unmeasured(NOT_TUNED) if entry is None else _judge(problem, entry, deterministic, backend)
-
-
-def _judge(problem: GemmProblem, entry: Entry, deterministic: bool, backend: str) -> Verdict:
+    if entry is None:
+        return _unmeasured(NOT_TUNED)
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
     if not entry.candidates:
         reason = ": ".join((where, "no algorithm passes the checks", *entry.failures[:1]))
@@ -172,6 +155,7 @@ def _judge(problem: GemmProblem, entry: Entry, deterministic: bool, backend: str
     if best.speedup < MARGIN:
         reason = f"{reason} where {MARGIN} is required"
         return Verdict("dense", algorithm, sparse_us, dense_us, reason, measured=True)
+    backend = "cpu" if uses_cpu_kernels(device) else "cusparselt"
     return Verdict(backend, algorithm, sparse_us, dense_us, reason, measured=True)
 
 
@@ -290,8 +274,8 @@ def write(table: Table) -> None:
     write_json(table_path(), {"format": FORMAT, "entries": entries})
 
 
-def _parsed(record: list[Any]) -> tuple[tuple[Environment, GemmProblem], Entry]:
+def _parsed(record: list[Any]) -> tuple[tuple[str, GemmProblem], Entry]:
     environment, (m, n, k, dtype, column_major, transposed), candidates, failures = record
     measured = [Measured(Algorithm(*found), float(sparse), float(dense)) for found, sparse, dense in candidates]
     problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
-    return (Environment(*environment), problem), Entry(tuple(measured), tuple(map(str, failures)))
+    return (str(environment), problem), Entry(tuple(measured), tuple(map(str, failures)))

@@ -1,17 +1,6 @@
 """What a GEMM backend provides, its operand, the plan that carries it, and the registry that users extend.
 
-A backend is one file and one registration. It refuses what it does not run, with a reason in words:
-
-    class MyBackend(GemmBackend):
-        name = "mine"
-
-        def plan(self, problem, device, requested):
-            return GemmPlan(self, "it is mine") if problem.transposed else "it runs linear layers only"
-
-        def linear(self, x, weight, bias, plan):
-            return my_kernel(x, weight.values, bias)
-
-    register_backend(MyBackend())
+A backend is one file and one registration; docs/guides/own_kernel.md has an example.
 """
 
 from typing import NamedTuple, Protocol
@@ -153,8 +142,6 @@ class DenseBackend(GemmBackend):
     name = "dense"
 
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
-        if not problem.has_one_dtype:
-            return "dense math takes operands of one dtype"
         return GemmPlan(self, "dense math runs everywhere")
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:

@@ -22,9 +22,7 @@ def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
     return implementation("packed_mm", dense)(values, mask, dense)
 
 
-@packed_mm.register_fake
-def _(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
-    return dense.new_empty(len(values), dense.shape[1])
+packed_mm.register_fake(lambda values, mask, dense: dense.new_empty(len(values), dense.shape[1]))
 
 
 def compress(matrix: Tensor) -> Tensor:

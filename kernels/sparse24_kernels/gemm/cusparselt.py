@@ -125,9 +125,7 @@ def compress(matrix: Tensor, columns: int) -> Tensor:
     return compressed
 
 
-@compress.register_fake
-def _(matrix: Tensor, columns: int) -> Tensor:
-    return matrix.new_empty(len(matrix), columns)
+compress.register_fake(lambda matrix, columns: matrix.new_empty(len(matrix), columns))
 
 
 @torch.library.custom_op("sparse24::cslt_mm", mutates_args=())

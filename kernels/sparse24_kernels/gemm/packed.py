@@ -28,12 +28,8 @@ def _packed_linear(
 _NAME = "sparse24::packed_linear"  # hub_layout.py writes another namespace here
 torch.library.define(_NAME, torch.library.infer_schema(_packed_linear, mutates_args=()))
 torch.library.impl(_NAME, "CompositeExplicitAutograd", _packed_linear)
+torch.library.register_fake(_NAME, lambda x, values, *others: x.new_empty(len(x), len(values)))
 packed_linear = attrgetter(f"{_NAME.replace('::', '.')}.default")(torch.ops)
-
-
-@torch.library.register_fake(_NAME)
-def _(x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None) -> Tensor:
-    return x.new_empty(len(x), len(values))
 
 
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
@@ -57,15 +53,14 @@ class PackedBackend(GemmBackend):
     name = "packed"
 
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
-        is_int8 = problem.sparse_dtype == torch.int8  # its products have the dtype of its scales
-        if not problem.transposed or not (problem._replace(sparse_dtype=None) if is_int8 else problem).has_one_dtype:
-            return "packed weights are multiplied in linear layers with operands of one dtype"
-        if device.type == "cuda" and (is_int8 or problem.pattern != (2, 4)):
-            return f"no kernel for GPUs reads {'int8 values' if is_int8 else f'packed {problem.pattern}'}"
+        if not problem.transposed:
+            return "packed weights are multiplied in linear layers"
+        if device.type == "cuda" and (problem.is_int8 or problem.pattern != (2, 4)):
+            return f"no kernel for GPUs reads {'int8 values' if problem.is_int8 else f'packed {problem.pattern}'}"
         reason = unsupported_device(device, problem.dtype)
         if reason is not None:
             return reason
-        values = problem.sparse_dtype or problem.dtype
+        values = torch.int8 if problem.is_int8 else problem.dtype
         layer = limits.layer(problem.dtype, values, problem.pattern, index(problem.m), index(problem.k))
         most, known = _most_tokens(device, problem.dtype, *layer)
         if most is not None and problem.n > most:

@@ -47,8 +47,7 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
         The plan, with its reason. Dense math runs what the backends refuse, each with its reason.
 
     Raises:
-        ValueError: an unknown backend, one that does not run on `device`, or operands of different dtypes, which no
-            backend takes.
+        ValueError: an unknown backend, or one that does not run on `device`.
 
     Examples:
         >>> problem = linear_problem(tokens=4096, out=4096, inputs=1024, dtype=torch.bfloat16)
@@ -59,11 +58,11 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
     check_is(GemmProblem, "plan_gemm", problem=problem)
     check_is(torch.device, "plan_gemm", device=device)
     if backend == DENSE.name:
-        return _dense(problem, device, "requested")
+        return GemmPlan(DENSE, "requested")
     if backend != "auto":
         planned = find_backend(backend, device).plan(problem, device, True)
         if isinstance(planned, str):
-            return _dense(problem, device, planned)
+            return GemmPlan(DENSE, planned)
         return planned._replace(reason=f"requested; {planned.reason}")
     elsewhere, refusals = [], []
     for candidate in AUTOMATIC.values():
@@ -74,7 +73,7 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
         if isinstance(planned, GemmPlan):
             return planned
         refusals.append(planned)
-    return _dense(problem, device, "; ".join(refusals or elsewhere))
+    return GemmPlan(DENSE, "; ".join(refusals or elsewhere))
 
 
 def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
@@ -84,7 +83,7 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     every call: compressed where a sparse algorithm is known to be faster, or else dense.
 
     Args:
-        problem: of `linear_problem`; with `sparse_dtype=torch.int8` for int8 values, and the weight's `pattern`.
+        problem: of `linear_problem`; with `is_int8=True` for int8 values, and the weight's `pattern`.
         device: where the operands are.
 
     Returns:
@@ -101,7 +100,7 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     if not problem.pattern.is_within_24:
         return GemmPlan(DENSE, f"{planned}; sparse tensor cores multiply 2:4, not {problem.pattern}")
     # Of a dense copy, in the dtype of the result.
-    plan = plan_gemm(problem._replace(sparse_dtype=None, pattern=Pattern(2, 4)), device)
+    plan = plan_gemm(problem._replace(is_int8=False, pattern=Pattern(2, 4)), device)
     return plan._replace(reason=f"{planned}; {plan.reason}")
 
 
@@ -129,10 +128,3 @@ def compress(matrix: Tensor | Packed, plan: GemmPlan) -> Operand:
         check_floating("compress", matrix=matrix)
         check_matrix("compress", matrix=matrix)
     return plan.backend.encode(matrix)
-
-
-def _dense(problem: GemmProblem, device: torch.device, reason: str) -> GemmPlan:
-    plan = DENSE.plan(problem, device, True)
-    if isinstance(plan, str):
-        raise ValueError(f"plan_gemm: no backend runs {problem}: {reason}; {plan}")
-    return plan._replace(reason=reason)

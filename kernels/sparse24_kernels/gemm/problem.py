@@ -20,7 +20,7 @@ class GemmProblem(NamedTuple):
         dtype: of the result.
         dense_is_column_major: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
         transposed: the result is a contiguous `[n, m]`, not `[m, n]`.
-        sparse_dtype: of the sparse operand; None for `dtype`. Packed weights may be int8.
+        is_int8: whether a packed weight has int8 values, with scales in `dtype`.
         pattern: of the sparse operand. Packed weights may have others than 2:4.
     """
 
@@ -30,13 +30,8 @@ class GemmProblem(NamedTuple):
     dtype: torch.dtype
     dense_is_column_major: bool
     transposed: bool
-    sparse_dtype: torch.dtype | None = None
+    is_int8: bool = False
     pattern: Pattern = Pattern(2, 4)
-
-    @property
-    def has_one_dtype(self) -> bool:
-        """Whether both operands have the dtype of the result."""
-        return self.sparse_dtype in (None, self.dtype)
 
 
 class Algorithm(NamedTuple):

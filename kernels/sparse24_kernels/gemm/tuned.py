@@ -13,8 +13,6 @@ from .problem import Algorithm, GemmProblem
 
 def _verdict(problem: GemmProblem, device: torch.device, requested: bool) -> autotune.Verdict | str:
     """What autotuning says of a GEMM, or why it is left to dense math."""
-    if not problem.has_one_dtype:
-        return "the sparse GEMMs take operands of one dtype"
     if reason := autotune.unsupported_matrix(problem, device):
         return reason
     verdict = autotune.choose(problem, device)

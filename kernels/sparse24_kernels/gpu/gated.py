@@ -85,7 +85,10 @@ def _kernel(
     COLUMNS: tl.constexpr,
 ):
     """The activation, or where there is a `grad` the gradients of gate and up."""
-    row, column, inside = _tile(rows, columns, ROWS, COLUMNS)
+    program, across = tl.program_id(0), tl.cdiv(columns, COLUMNS)
+    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
     if grad is not None:
         g = tl.load(grad + row * grad_row + column * grad_column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_row + column * gate_column, mask=inside, other=0.0).to(tl.float32)
@@ -101,49 +104,16 @@ def _kernel(
 
 
 @triton.jit
-def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's rows `[ROWS, 1]` and columns `[1, COLUMNS]`, int64, and which elements are inside the matrix."""
-    across = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0)
-    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return row, column, (row < rows) & (column < columns)
-
-
-@triton.jit
 def _activation(x, KIND: tl.constexpr):
     """act(x) and act'(x)."""
     if KIND == "geglu-exact":
-        below, density = _normal(x)
+        below, density = 0.5 + 0.5 * tl.erf(0.7071067811865476 * x), 0.3989422804014327 * tl.exp(-0.5 * x * x)
         return x * below, below + x * density
     elif KIND == "geglu":
         # 0.5 * (1 + tanh(y)) = sigmoid(2 * y), where nothing cancels; y = sqrt(2 / pi) * (x + 0.044715 * x^3).
-        s, rest = _sigmoid(x * (1.5957691216057308 + 0.07135481282553182 * x * x))
+        y = x * (1.5957691216057308 + 0.07135481282553182 * x * x)
+        s, rest = tl.sigmoid(y), tl.sigmoid(-y)  # 1 - s would cancel
         return x * s, s + x * s * rest * (1.5957691216057308 + 0.21406443847659546 * x * x)
     else:
-        s, rest = _sigmoid(x)
+        s, rest = tl.sigmoid(x), tl.sigmoid(-x)
         return x * s, s + x * s * rest
-
-
-@triton.jit
-def _sigmoid(x):
-    """sigmoid(x) and 1 - sigmoid(x), the latter to full precision where it is small."""
-    e = tl.exp(-x)
-    s = 1 / (1 + e)
-    return s, tl.minimum(e, 1e38) * s  # finite, because s may be 0
-
-
-@triton.jit
-def _normal(x):
-    """The standard normal's distribution function, within 1e-8 + rounding, and its density.
-
-    As in Abramowitz and Stegun 26.2.17: the probability above |x| is exp(-x^2 / 2) times a polynomial in
-    t = 1 / (1 + p * |x|). This takes half the instructions of erf, shares its exponential with the density, and does
-    not cancel for large negative x. Their five coefficients have an error of 7.5e-8; these six are fitted for |x| < 7
-    in the same way.
-    """
-    e = tl.exp(-0.5 * x * x)
-    t = 1 / (1 + 0.28 * tl.abs(x))
-    p = 0.268935402 + t * (-0.237022957 + t * (0.389891142 + t * -0.105812203))
-    tail = e * (t * (0.116522599 + t * (0.0674860077 + t * p)))
-    return tl.where(x < 0, tail, 1 - tail), 0.3989422804014327 * e

@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-G, COLS = 16, 64
+SIDE = 64
 """The tile: 64 x 64, so that rows and (for transposed results) columns are read and written 128 bytes at a time."""
 
-LAUNCH = {"G": G, "COLS": COLS, "num_warps": 4, "enable_fp_fusion": False}
+G, COLS = tl.constexpr(SIDE // 4), tl.constexpr(SIDE)
+
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 """Without fused multiply-add, so that a kernel's bits are those of the reference."""
 
 
@@ -46,11 +48,11 @@ def as_matrix(x: Tensor, dim: int) -> tuple[Tensor, int]:
 
 def grid(rows: int, columns: int) -> tuple[int]:
     """One program per tile; none for an empty matrix."""
-    return (triton.cdiv(rows, 4 * G) * triton.cdiv(columns, COLS),)
+    return (triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE),)
 
 
 @triton.jit
-def tile(columns, G: tl.constexpr, COLS: tl.constexpr):
+def tile(columns):
     """This program's first row and column, rows `[G, 1]` of slice 0, and columns `[1, COLS]`; rows are int64."""
     across = tl.cdiv(columns, COLS)
     program = tl.program_id(0)
@@ -70,20 +72,19 @@ def load4(ptr, row, column, rows, columns):
 
 
 @triton.jit
-def store4(ptr, x0, x1, x2, x3, row, column, rows, columns):
-    """Write the four slices of a tile."""
+def store4(ptr, y0, y1, y2, y3, row, column, rows, columns, TINY: tl.constexpr):
+    """Write the four slices of a tile in the dtype of the result, see `cast`."""
+    D: tl.constexpr = ptr.dtype.element_ty
     pointer, inside = ptr + row * columns + column, column < columns
-    tl.store(pointer, x0, mask=(row < rows) & inside)
-    tl.store(pointer + columns, x1, mask=(row + 1 < rows) & inside)
-    tl.store(pointer + 2 * columns, x2, mask=(row + 2 < rows) & inside)
-    tl.store(pointer + 3 * columns, x3, mask=(row + 3 < rows) & inside)
+    tl.store(pointer, cast(y0, D, TINY), mask=(row < rows) & inside)
+    tl.store(pointer + columns, cast(y1, D, TINY), mask=(row + 1 < rows) & inside)
+    tl.store(pointer + 2 * columns, cast(y2, D, TINY), mask=(row + 2 < rows) & inside)
+    tl.store(pointer + 3 * columns, cast(y3, D, TINY), mask=(row + 3 < rows) & inside)
 
 
 @triton.jit
 def store_transposed(ptr, y0, y1, y2, y3, top, left, rows, columns, TINY: tl.constexpr):
     """Write a tile, given as slices `[G, COLS]`, into the row-major transpose `[columns, rows]`."""
-    G: tl.constexpr = y0.shape[0]
-    COLS: tl.constexpr = y0.shape[1]
     D: tl.constexpr = ptr.dtype.element_ty
     z0, z1, z2, z3 = cast(y0, D, TINY), cast(y1, D, TINY), cast(y2, D, TINY), cast(y3, D, TINY)
     z = tl.join(tl.join(z0, z2), tl.join(z1, z3)).permute(1, 0, 2, 3).reshape(COLS, 4 * G)

@@ -24,10 +24,8 @@ def nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
 
 
 @triton.jit
-def _nm_mask_kernel(
-    weight, mask, rows, columns, DIM: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
-):
-    _, left, row, column = tile(columns, G, COLS)
+def _nm_mask_kernel(weight, mask, rows, columns, DIM: tl.constexpr, BITS: tl.constexpr):
+    _, left, row, column = tile(columns)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     NARROW: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth == 16
     a0, a1, a2, a3 = split4(x0)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference.philox import ROUNDS
-from .groups import LAUNCH, as_matrix, cast, grid, join4, load4, on_its_device, split4, store4, store_transposed, tile
+from .groups import COLS, LAUNCH, as_matrix, grid, join4, load4, on_its_device, split4, store4, store_transposed, tile
 
 
 @on_its_device
@@ -30,19 +30,9 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
 
 @triton.jit
 def _mvue_kernel(
-    x,
-    key,
-    out,
-    rows,
-    columns,
-    DIM: tl.constexpr,
-    M: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    G: tl.constexpr,
-    COLS: tl.constexpr,
+    x, key, out, rows, columns, DIM: tl.constexpr, M: tl.constexpr, TRANSPOSED: tl.constexpr, ROUNDS: tl.constexpr
 ):
-    top, left, row, column = tile(columns, G, COLS)
+    top, left, row, column = tile(columns)
     x0, x1, x2, x3 = load4(x, row, column, rows, columns)
     seed = tl.load(key)
     if DIM == 1:
@@ -66,10 +56,7 @@ def _mvue_kernel(
     if TRANSPOSED:
         store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None)
     else:
-        D: tl.constexpr = out.dtype.element_ty
-        z0, z1 = cast(y0, D, None), cast(y1, D, None)
-        z2, z3 = cast(y2, D, None), cast(y3, D, None)
-        store4(out, z0, z1, z2, z3, row, column, rows, columns)
+        store4(out, y0, y1, y2, y3, row, column, rows, columns, None)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .groups import LAUNCH, grid, join4, on_its_device, store4, tile
+from .groups import COLS, LAUNCH, grid, join4, on_its_device, tile
 
 FILL = 256
 """Programs that keep a GPU busy: about two per multiprocessor of an H100 or H200 (132), so eight warps."""
@@ -48,13 +48,11 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
 
 
 @triton.jit
-def _unpack_kernel(values, mask, dense, rows, columns, G: tl.constexpr, COLS: tl.constexpr):
-    _, left, row, column = tile(columns, G, COLS)
-    x0 = _unpack_rows(values, mask, row, left, rows, columns, 2, COLS)
-    x1 = _unpack_rows(values, mask, row + 1, left, rows, columns, 2, COLS)
-    x2 = _unpack_rows(values, mask, row + 2, left, rows, columns, 2, COLS)
-    x3 = _unpack_rows(values, mask, row + 3, left, rows, columns, 2, COLS)
-    store4(dense, x0, x1, x2, x3, row, column, rows, columns)
+def _unpack_kernel(values, mask, dense, rows, columns):
+    _, left, row, column = tile(columns)
+    for i in tl.static_range(4):
+        x = _unpack_rows(values, mask, row + i, left, rows, columns, 2, COLS)
+        tl.store(dense + (row + i) * columns + column, x, mask=(row + i < rows) & (column < columns))
 
 
 @triton.jit

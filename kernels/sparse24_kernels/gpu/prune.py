@@ -9,7 +9,6 @@ from .. import reference
 from .groups import (
     LAUNCH,
     as_matrix,
-    cast,
     grid,
     join4,
     load4,
@@ -76,10 +75,8 @@ def _prune_kernel(
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     TINY: tl.constexpr,
-    G: tl.constexpr,
-    COLS: tl.constexpr,
 ):
-    top, left, row, column = tile(columns, G, COLS)
+    top, left, row, column = tile(columns)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     if RULE == "mask":
         y0 = x0 * _as_factor(load_mask(mask, row, left, column, rows, columns, BITS) != 0)
@@ -97,9 +94,7 @@ def _prune_kernel(
         else:
             y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, s, RULE, NARROW)
     if dense is not None:
-        D: tl.constexpr = dense.dtype.element_ty
-        z0, z1, z2, z3 = cast(y0, D, TINY), cast(y1, D, TINY), cast(y2, D, TINY), cast(y3, D, TINY)
-        store4(dense, z0, z1, z2, z3, row, column, rows, columns)
+        store4(dense, y0, y1, y2, y3, row, column, rows, columns, TINY)
     if transposed is not None:
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, TINY)
 
@@ -160,10 +155,8 @@ def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
 
 
 @triton.jit
-def _scale_kernel(
-    weight, sums, rows, columns, DIM: tl.constexpr, L1: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr
-):
-    _, _, row, column = tile(columns, G, COLS)
+def _scale_kernel(weight, sums, rows, columns, DIM: tl.constexpr, L1: tl.constexpr):
+    _, _, row, column = tile(columns)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     RULE: tl.constexpr = "soft-threshold"
     if DIM == 1:

@@ -28,8 +28,8 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
 
 
 @triton.jit
-def _transposable_kernel(weight, mask, rows, columns, BITS: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr):
-    _, left, row, column = tile(columns, G, COLS)
+def _transposable_kernel(weight, mask, rows, columns, BITS: tl.constexpr):
+    _, left, row, column = tile(columns)
     x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
     bits = _best_pattern(_magnitudes(x0), _magnitudes(x1), _magnitudes(x2), _magnitudes(x3)).to(tl.int32)
     for i in tl.static_range(4):

@@ -11,7 +11,7 @@ Cases that the papers leave open have one result in every function:
 """
 
 from ..operators import Operators
-from . import decay, fp8, gated, masks, mvue, packed, prune, transposable
+from . import decay, gated, masks, mvue, packed, prune, transposable
 
 OPERATORS = Operators(
     nm_mask=masks.nm_mask,
@@ -27,4 +27,4 @@ OPERATORS = Operators(
     packed_linear=packed.packed_linear,
 )
 
-__all__ = ["OPERATORS", "decay", "fp8", "gated", "masks", "mvue", "packed", "prune", "transposable"]
+__all__ = ["OPERATORS", "decay", "gated", "masks", "mvue", "packed", "prune", "transposable"]

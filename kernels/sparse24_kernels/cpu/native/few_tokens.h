@@ -89,7 +89,7 @@ int few_tokens(const Linear& p) {
   const int64_t padded = round_up(p.k, STEP);
   Scratch wide(p.tokens * padded * 4);
   if (!wide.data) return 1;
-  with_type(p, [&](auto x) { return widen<decltype(x)>(p, padded, (float*)wide.data), 0; });
+  with_dtype(p.dtype, [&](auto x) { return widen<decltype(x)>(p, padded, (float*)wide.data), 0; });
   struct Context { const Linear& p; const float* x; int64_t padded; } context{p, (const float*)wide.data, padded};
   return p.parallel_for(0, p.rows, ROWS_PER_TASK, [](int64_t row, int64_t end, void* opaque) {
     const Context& c = *(const Context*)opaque;

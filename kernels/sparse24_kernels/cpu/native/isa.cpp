@@ -13,11 +13,11 @@ int linear_of(const Linear& p) {
 
 int linear(const Linear& p) {
   if (p.value_dtype == INT8) return linear_of<int8_t>(p);
-  return with_type(p, [&](auto x) { return linear_of<decltype(x)>(p); });
+  return with_dtype(p.dtype, [&](auto x) { return linear_of<decltype(x)>(p); });
 }
 
 int unpack(const Linear& p) {
-  return with_type(p, [&](auto x) {
+  return with_dtype(p.dtype, [&](auto x) {
     using X = decltype(x);
     return p.value_dtype == INT8 ? unpack<int8_t, X>(p) : unpack<X, X>(p);
   });

@@ -77,7 +77,7 @@ inline void pack_block(const Many& c, int64_t j, int64_t tile) {
 
 inline void pack_task(int64_t step, int64_t end, void* opaque) {
   const Many& c = *(const Many*)opaque;
-  with_type(c.p, [&](auto type) {
+  with_dtype(c.p.dtype, [&](auto type) {
     for (; step < end; step++)
       for (int64_t tile = 0; tile < c.count; tile += TILE) pack_block<decltype(type)>(c, step * STEP, tile);
     return 0;
@@ -179,7 +179,7 @@ void multiply_task(int64_t begin, int64_t end, void* opaque) {
         multiply(c.x + j * c.width + tile * size, block.values, block.places, count, rows, sums + tile * CHUNK);
       }
     }
-    with_type(c.p, [&](auto type) {
+    with_dtype(c.p.dtype, [&](auto type) {
       for (int64_t tile = 0; tile < c.count; tile += TILE) write_tile<decltype(type)>(c, tile, top, rows, sums + tile * CHUNK);
       return 0;
     });

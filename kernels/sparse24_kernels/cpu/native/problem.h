@@ -149,12 +149,6 @@ inline int with_dtype(int64_t dtype, F f) {
   return dtype == FP32 ? f(float{}) : dtype == BF16 ? f(bf16{}) : f(fp16{});
 }
 
-// Calls f with a zero of the type of x.
-template <class F>
-inline int with_type(const Linear& p, F f) {
-  return with_dtype(p.dtype, f);
-}
-
 // An element of x, scales or bias.
 inline float element(const Linear& p, const void* of, int64_t i) {
   return p.dtype == FP32 ? ((const float*)of)[i]
