@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 
 _MODEL = "a name on the Hub or a directory with a config.json; no weights are loaded"
@@ -168,18 +169,14 @@ def _size(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def positive_number(text: str) -> int:
-    """The whole number above 0 that `text` says."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+def whole_number(text: str, least: int = 0) -> int:
+    """The whole number, at least `least`, that `text` says."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
     return int(text)
 
 
-def whole_number(text: str) -> int:
-    """The whole number from 0 that `text` says."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
-    return int(text)
+positive_number = partial(whole_number, least=1)
 
 
 if __name__ == "__main__":

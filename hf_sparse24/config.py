@@ -22,7 +22,19 @@ from .version import __version__
 logger = get_logger(__name__)
 
 
-class Sparse24Config(QuantizationConfigMixin):
+class _InConfigJson(QuantizationConfigMixin):
+    """The `quantization_config` of a model: equal where `config.json` says the same; its lists cannot be hashed."""
+
+    quant_method: str = "sparse24"  # type: ignore[assignment]  # Transformers' enum has only its own methods
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from self.to_dict().items()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.to_dict() == other.to_dict()
+
+
+class Sparse24Config(_InConfigJson):
     """How a model is made 2:4 sparse. Goes into `config.json` as its `quantization_config`, flat.
 
     A config is frozen and checked; `replace` makes another. A setting that is not given, or None, takes the method's
@@ -66,8 +78,6 @@ class Sparse24Config(QuantizationConfigMixin):
         >>> config.mask_interval, config.dense_tail
         (20, 0.16666666666666666)
     """
-
-    quant_method: str = "sparse24"  # type: ignore[assignment]  # Transformers' enum has only its own methods
 
     def __init__(
         self,
@@ -143,14 +153,6 @@ class Sparse24Config(QuantizationConfigMixin):
         """
         return self.fields() | {"quant_method": self.quant_method, "hf_sparse24_version": __version__}
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        yield from self.to_dict().items()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sparse24Config) and self.fields() == other.fields()
-
-    __hash__ = None  # type: ignore[assignment]  # lists and dicts are among the fields
-
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Self:  # type: ignore[override]  # called with no more than this
         """Read what `to_dict` wrote, or a dict with any of the arguments. The facts of a run are left out.
@@ -173,7 +175,10 @@ class Sparse24Config(QuantizationConfigMixin):
             way = f"load the whole by {whole}.from_pretrained, and take the part of it"
             raise ValueError(f"part_of={shown(whole)}: the files are those of a whole model, which is sparse: {way}")
         saved_by = values.pop("hf_sparse24_version", __version__)
-        is_later = _is_later(saved_by)
+        try:
+            is_later = Version(saved_by) > Version(__version__)
+        except (ValueError, TypeError) as error:  # InvalidVersion is a ValueError
+            raise ValueError(f"hf_sparse24_version={shown(saved_by)}: not a version number") from error
         quant_method = values.pop("quant_method", cls.quant_method)
         if quant_method != cls.quant_method:
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
@@ -191,14 +196,12 @@ class Sparse24Config(QuantizationConfigMixin):
         return cls(**values)
 
 
-class SavedConfig(QuantizationConfigMixin):
+class SavedConfig(_InConfigJson):
     """The `quantization_config` of a sparse model: its config and the facts of its run. `config.json` has both, flat.
 
     Fields of both are attributes, such as `method` and `phase`. The model's run replaces config and facts. `passed` is
     the config that `from_pretrained` got in addition to a sparse checkpoint, else None.
     """
-
-    quant_method: str = Sparse24Config.quant_method  # type: ignore[assignment]  # Transformers' enum has only its own
 
     def __init__(self, config: Sparse24Config, facts: RunFacts | None = None):
         self.config, self.facts = config, facts or RunFacts()
@@ -215,14 +218,6 @@ class SavedConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """The config's fields and the run's facts by name: what `config.json` says."""
         return self.config.to_dict() | self.facts.to_dict()
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        yield from self.to_dict().items()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SavedConfig) and self.to_dict() == other.to_dict()
-
-    __hash__ = None  # type: ignore[assignment]  # mutable, as configs of Transformers are
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Self:  # type: ignore[override]  # called with no more than this
@@ -250,13 +245,6 @@ def _names_of(settings: type[MethodSettings]) -> list[str]:
 
 def _setting_names() -> set[str]:
     return {name for method in METHODS.values() for name in _names_of(method.Settings)}
-
-
-def _is_later(saved_by: Any) -> bool:
-    try:
-        return Version(saved_by) > Version(__version__)
-    except (ValueError, TypeError) as error:  # InvalidVersion is a ValueError
-        raise ValueError(f"hf_sparse24_version={shown(saved_by)}: not a version number") from error
 
 
 def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[str, Any]) -> None:

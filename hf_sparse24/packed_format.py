@@ -40,11 +40,7 @@ class PackedFormat:
 
     @classmethod
     def from_dict(cls, values: Any) -> "PackedFormat":
-        """Read what `to_dict` wrote, or an earlier version.
-
-        Raises:
-            ValueError: with the key, its value and what is allowed.
-        """
+        """Read what `to_dict` wrote, or an earlier version. ValueError: with the key, its value and what is allowed."""
         if not isinstance(values, dict):
             raise ValueError(f"packed={values!r}: must be a dict")
         version, weights, files = (values.get(key) for key in ("version", "weights", "files"))

@@ -30,12 +30,9 @@ class SparseRun:
         owners: the models whose configs say that they, or parts of them, are sparse.
     """
 
-    def __init__(self, config: Sparse24Config):
-        self._start(SavedConfig(config))
-
-    def _start(self, saved: SavedConfig) -> None:
-        self.saved = saved
-        self.method = _make_method(saved.config)
+    def __init__(self, config: Sparse24Config | SavedConfig):
+        self.saved = config if isinstance(config, SavedConfig) else SavedConfig(config)
+        self.method = _make_method(self.config)
         self._others: dict[Pattern, SparseMethod] = {}
         self.controller: Any = None
         self.open_step: object | None = None
@@ -114,11 +111,8 @@ class SparseRun:
                 "loop of your own, make a Sparse24Controller(model, optimizer, total_steps)"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"saved": self.saved}  # a copy has no controller and no owners
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(state["saved"])
+    def __reduce__(self) -> Any:
+        return SparseRun, (self.saved,)  # a copy has no controller and no owners
 
 
 def _make_method(config: Sparse24Config) -> SparseMethod:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer
 from .bypass import adapters_in, is_adapter
 from .masked import has_mask
-from .merging import Unmerged, keep_merges_sparse
+from .merging import Unmerged, merge, unmerge
 
 WHEN_ATTACHED: list[Callable[[nn.Module], None]] = []
 """What is called with a model whose adapters are attached; `peft_hooks` adds the record of their base."""
@@ -74,5 +75,5 @@ def _attach(adapter: Any, name: str) -> bool:
     if not is_adapter(adapter):
         return False
     if not adapter.merged:
-        keep_merges_sparse(adapter)
+        adapter.merge, adapter.unmerge = partial(merge, adapter), partial(unmerge, adapter)
     return mask_adapter(adapter, name)

@@ -6,7 +6,6 @@ itself. If the merged weight is not pruned to itself, the merge is undone with a
 it was before the merge, bit for bit.
 """
 
-import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -108,13 +107,7 @@ class Unmerged:
         pack_weight(layer, "weight", input_dim_of(layer), packed.to(dtype, device), self.run, trains)
 
 
-def keep_merges_sparse(adapter: Any) -> None:
-    """Replace `merge` and `unmerge` of an adapter around a sparse layer by this module's."""
-    adapter.merge = functools.partial(_merge, adapter)
-    adapter.unmerge = functools.partial(_unmerge, adapter)
-
-
-def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
+def merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     layer, merged_before = adapter.get_base_layer(), list(adapter.merged_adapters)
     if isinstance(layer, PackedLayer) and layer.sparse24["weight"].storage.packed.scales is not None:
         way = "call unpack_model(model) first, which keeps what the model computes, then merge"
@@ -138,7 +131,7 @@ def _merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
                 delattr(adapter, UNMERGED)
 
 
-def _unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
+def unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
     type(adapter).unmerge(adapter, *args, **kwargs)
     before = adapter.__dict__.pop(UNMERGED, None)
     if before is not None:
@@ -229,7 +222,7 @@ def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> n
 
 
 def _unmerge_quietly(adapter: Any) -> None:
-    """Unmerge without PEFT's warnings of what it cannot undo exactly, which `_unmerge` restores."""
+    """Unmerge without PEFT's warnings of what it cannot undo exactly, which `unmerge` restores."""
     with warnings.catch_warnings(action="ignore"):
         adapter.unmerge()
 

@@ -7,7 +7,6 @@ model that was loaded and saved again has its packed weights listed in `config.j
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,9 +109,10 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names))]
 
 
-def read_listing(directory: Path, tensors: Tensors) -> Listing:
-    """Which weights the checkpoint in `directory`, which has these tensors, lists as sparse. ValueError: a training
-    checkpoint, one that lists no sparse weights, or a damaged file. OSError: no config.json."""
+def read_listing(tensors: Tensors) -> Listing:
+    """Which weights the checkpoint that has these tensors lists as sparse. ValueError: a training checkpoint, one that
+    lists no sparse weights, or a damaged file. OSError: no config.json."""
+    directory = tensors.directory
     config = read_json(directory / CONFIG).get("quantization_config") or {}
     if not isinstance(config, dict):
         raise ValueError(f"{directory / CONFIG}: quantization_config={shown(config)}: must be a dict")
@@ -185,11 +185,10 @@ def _read_manifest(path: Path) -> Listing:
         raise ValueError(f"{path} is not what export_model writes ({error})") from error
 
 
-def verify(directory: str | os.PathLike, listing: Listing, tensors: Tensors) -> Iterator[Finding]:
+def verify(listing: Listing, tensors: Tensors) -> Iterator[Finding]:
     """Yield a `Finding` for each listed file and weight, and read all of them."""
-    directory = Path(directory)
     for name, digest in listing.files.items():
-        with open(directory / name, "rb") as file:
+        with open(tensors.directory / name, "rb") as file:
             is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
         yield Finding(name, 0, 0, None if is_same else "is not the file that was exported")
     for name, dim in listing.weights.items():

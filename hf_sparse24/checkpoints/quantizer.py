@@ -18,15 +18,8 @@ from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..facts import MARKER
 from ..module_names import ModuleNames
 from ..packed_format import PackedFormat
+from ..patching import ownership
 from ..patching.masters import packed_config, wants_packed_master
-from ..patching.ownership import (
-    MODEL_METHODS,
-    forget_quantizer,
-    list_masters,
-    name_parts,
-    packed_patterns,
-    write_config,
-)
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
@@ -67,7 +60,7 @@ class Sparse24Quantizer(HfQuantizer):
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
-        name_parts(config, None)
+        ownership.name_parts(config, None)
         if self.packed is not None and hasattr(config, "transformers_weights"):  # older exports have no such field
             config.transformers_weights = self.packed.file
         return config
@@ -119,7 +112,7 @@ class Sparse24Quantizer(HfQuantizer):
         if self.is_late:
             config = _with_passed(self.saved)
             del model.config.quantization_config
-            forget_quantizer(model)
+            ownership.forget_quantizer(model)
             patch_model(model, config)
             cast(SparseRun, sparse_run(model)).record(pruning=self.saved.facts.pruning)
             return model
@@ -151,7 +144,7 @@ class Sparse24Quantizer(HfQuantizer):
             weight.split_state()
         # Transformers has put its own config object there; the model's is the one that its run writes.
         model.config.quantization_config = cast(SparseRun, sparse_run(model)).saved
-        forget_quantizer(model)  # the weights are ordinary
+        ownership.forget_quantizer(model)  # the weights are ordinary
         return model
 
     def _finish_packed(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -159,16 +152,16 @@ class Sparse24Quantizer(HfQuantizer):
         model.config.__dict__.pop("transformers_weights", None)  # of these files, not of the model
         if self.run is not None:
             self.run.record(pruning=self.saved.facts.pruning)
-            write_config(model, self.run)
-            list_masters(model, self.run)
-            forget_quantizer(model)  # the values are an ordinary Parameter
+            ownership.write_config(model, self.run)
+            ownership.list_masters(model, self.run)
+            ownership.forget_quantizer(model)  # the values are an ordinary Parameter
         if self.saved.passed is not None:
             # It has no master weights and no state to go on with: training starts from its sparse weights.
             unpack_model(model)
             patch_model(model, self.saved.passed)
         elif self.run is None and self.packed is not None:
             # Without the hashes of the files that were read: saved again, the model has others.
-            own = PackedFormat(packed_patterns(model, PACKED), {}, self.packed.values)
+            own = PackedFormat(ownership.packed_patterns(model, PACKED), {}, self.packed.values)
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
         return model
 
@@ -200,15 +193,15 @@ def save_pretrained(
         state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8)
         run.record(marked=True)
     try:
-        name_parts(model.config, type(model).__name__)
+        ownership.name_parts(model.config, type(model).__name__)
         type(model).save_pretrained(model, save_directory, is_main_process, state_dict=state_dict, **kwargs)
     finally:
-        name_parts(model.config, None)
+        ownership.name_parts(model.config, None)
         if run:
             run.record(marked=False)
 
 
-MODEL_METHODS["save_pretrained"] = save_pretrained
+ownership.MODEL_METHODS["save_pretrained"] = save_pretrained
 
 
 def _with_passed(saved: SavedConfig) -> Sparse24Config:

@@ -15,26 +15,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {dtype: text for text, dtype in str_to_torch_dtype.items()}
+DTYPES |= {torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64"}  # which Transformers does not load
 _CHUNK = 1 << 24  # bytes that are copied from a device, and written, at once
 
 

@@ -31,7 +31,7 @@ from .sparse_module import (
     SparseModule,
     change_class,
     made_class,
-    reject_other_graphs,
+    reject_tracing,
     trained_parameter,
 )
 
@@ -60,10 +60,13 @@ class StackedExperts(Made, nn.Module):
 
     @classmethod
     def members(cls, key: tuple[str, ...]) -> dict[str, Any]:
-        return {name: cls.member(name) for name in key}
+        def reads(name: str) -> property:
+            return property(lambda module: cls.read(module, name))
+
+        return {name: reads(name) for name in key}
 
     @staticmethod
-    def member(name: str) -> property:
+    def read(module: nn.Module, name: str) -> Any:
         """What reads of the Parameter `name` give."""
         raise NotImplementedError
 
@@ -79,12 +82,9 @@ class SparseExperts(StackedExperts, SparseModule):
     prefix = "Sparse24"
 
     @staticmethod
-    def member(name: str) -> property:
-        def read(module: nn.Module) -> Any:
-            weight, running = module.__dict__["sparse24"][name], module.__dict__["running"]
-            return _StraightThrough.apply(trained_parameter(weight), running[-1][name]) if running else weight.parameter
-
-        return property(read)
+    def read(module: nn.Module, name: str) -> Any:
+        weight, running = module.__dict__["sparse24"][name], module.__dict__["running"]
+        return _StraightThrough.apply(trained_parameter(weight), running[-1][name]) if running else weight.parameter
 
     @classmethod
     def from_dense(
@@ -103,7 +103,7 @@ class SparseExperts(StackedExperts, SparseModule):
         run = next(iter(weights)).run
         if run.is_dense:
             return super().forward(*args, **kwargs)
-        reject_other_graphs()
+        reject_tracing()
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if trains and any(weight.parameter.requires_grad for weight in weights):
             run.expect_controller()
@@ -128,16 +128,13 @@ class PackedExperts(StackedExperts, PackedModule):
     prefix = "Packed"
 
     @staticmethod
-    def member(name: str) -> property:
-        def read(module: nn.Module) -> Tensor:
-            running = module.__dict__["running"]
-            return running[-1][name] if running else module.__dict__["sparse24"][name].storage.dense()
-
-        return property(read)
+    def read(module: nn.Module, name: str) -> Tensor:
+        running = module.__dict__["running"]
+        return running[-1][name] if running else module.__dict__["sparse24"][name].storage.whole()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        reject_other_graphs()
-        self.running.append({name: weight.storage.dense() for name, weight in self.sparse24.items()})
+        reject_tracing()
+        self.running.append({name: weight.storage.whole() for name, weight in self.sparse24.items()})
         try:
             return super().forward(*args, **kwargs)
         finally:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -103,22 +104,19 @@ def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool,
 
 
 def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
-    for layout in LAYOUTS:
-        names = {*layout.inputs, layout.output}
-        if not names <= module._modules.keys() or not _is_simple(module, names):
-            continue
-        for up_first, kind in product((False, True), GATED_ACTIVATIONS):
-            if _behaves_like(module, layout, up_first, kind):
-                own_class: type = type(module)
-                return made_class(FusedGatedMLP, own_class, (layout, up_first, kind))
+    own_class: type = type(module)
+    for key in product(LAYOUTS, (False, True), GATED_ACTIVATIONS):
+        if _is_simple(module, key[0]) and _behaves_like(module, *key):
+            return made_class(FusedGatedMLP, own_class, key)
     return None
 
 
-def _is_simple(module: nn.Module, linears: set[str]) -> bool:
-    """Whether a fused forward leaves out nothing of the module."""
-    if module._parameters or module._buffers or "forward" in vars(module):  # the last: someone has replaced it
+def _is_simple(module: nn.Module, layout: Layout) -> bool:
+    """Whether it has the layout's linear layers, and a fused forward leaves out nothing of the module."""
+    linears = {*layout.inputs, layout.output}
+    if not linears <= module._modules.keys() or module._parameters or module._buffers:
         return False
-    if len(inspect.signature(module.forward).parameters) != 1:
+    if "forward" in vars(module) or len(inspect.signature(module.forward).parameters) != 1:  # the first: replaced
         return False
     others = [child for name, child in module.named_children() if name not in linears]
     return not any(
@@ -131,7 +129,8 @@ def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         width = 2 if len(layout.inputs) == 1 else 1
-        linears = {name: _linear(8, 16 * width) for name in layout.inputs} | {layout.output: _linear(16, 8)}
+        linear = partial(nn.Linear, dtype=torch.float64, device="cpu")
+        linears = {name: linear(8, 16 * width) for name in layout.inputs} | {layout.output: linear(16, 8)}
         probe = copy.copy(module)
         others = {name: copy.deepcopy(child) for name, child in module._modules.items() if name not in linears}
         probe.__dict__["_modules"] = others | linears
@@ -142,7 +141,3 @@ def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) 
             return torch.allclose(own, _fused_forward(probe, x, layout, up_first, kind), rtol=1e-6, atol=1e-6)
         except Exception:  # whatever a foreign forward raises, it is none that we know
             return False
-
-
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, dtype=torch.float64, device="cpu")

@@ -36,7 +36,7 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED, Gemm
 from ..weights.input_dim import input_dim_of
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import SparseModule, change_class, reject_other_graphs, trained_parameter
+from .sparse_module import SparseModule, change_class, reject_tracing, trained_parameter
 
 
 class _SparseLinearFunction(torch.autograd.Function):
@@ -69,7 +69,7 @@ class _SparseLinearFunction(torch.autograd.Function):
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [T, out]
         if ctx.needs_input_grad[0]:
             # Other random streams than grad_weight's: for dZ, and after it for the weight.
-            key = None if rng_key is None or not ctx.gemms.grad_input.draws else rng_key + 1
+            key = rng_key + 1 if rng_key is not None and "mvue" in ctx.gemms.grad_input.estimator else None
             if ctx.encode is not None:
                 (weight,) = ctx.encode()
             grad_x = _grad_input(ctx.gemms.grad_input, ctx.input_plan, grad_output, weight, key)
@@ -132,7 +132,7 @@ class Sparse24Layer(SparseModule):
         method = sparse.method
         if sparse.run.is_dense:
             return self.dense_class.forward(self, x)
-        reject_other_graphs()
+        reject_tracing()
         weight, bias = trained_parameter(sparse), cast(Tensor | None, self.bias)
         dtype = weight.dtype
         if torch.is_autocast_enabled(x.device.type):

@@ -25,7 +25,7 @@ from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import PackedFrozen, PackedMaster, WeightView
 from .experts import PackedExperts
-from .sparse_module import PackedModule, change_class, made_class, reject_other_graphs
+from .sparse_module import PackedModule, change_class, made_class, reject_tracing
 
 # Of the dense gradient that a packed master makes at a time. On a CPU it stays in the cache until its values are taken;
 # on a GPU each block waits for the device, so that few large ones are better.
@@ -120,7 +120,7 @@ def pack_weight(
 def unpack_weight(weight: SparseWeight) -> None:
     """Undo `pack_weight`: the Parameter is the dense weight, with its zeros."""
     trains = weight.run is None or weight.master.requires_grad
-    module, dense = weight.module, nn.Parameter(weight.storage.dense().contiguous(), requires_grad=trains)
+    module, dense = weight.module, nn.Parameter(weight.storage.whole().contiguous(), requires_grad=trains)
     for key in buffer_names(weight.name):
         module._parameters.pop(key, None)
         module._buffers.pop(key, None)
@@ -139,12 +139,12 @@ def _put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 class PackedLayer(PackedModule):
     @property
     def weight(self) -> Tensor:
-        dense = self.sparse24["weight"].storage.dense()
+        dense = self.sparse24["weight"].storage.whole()
         dense._is_hf_initialized = True  # so Transformers, loading, does not initialise it
         return dense
 
     def forward(self, x: Tensor) -> Tensor:
-        reject_other_graphs()
+        reject_tracing()
         weight = self.sparse24["weight"]
         bias: Any = self.bias
         packed = weight.storage.packed

@@ -49,7 +49,7 @@ def _makes_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def reject_other_graphs() -> None:
+def reject_tracing() -> None:
     """Raise RuntimeError where ONNX or TorchScript records the forward; torch.compile and torch.export are at home."""
     if torch.jit.is_tracing() or (torch.compiler.is_exporting() and _makes_onnx()):
         way = "from_pretrained(directory) after export_model(model, directory), or unpack_model(model) of a packed one"

@@ -54,7 +54,12 @@ class MaskedAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masked": False}
         super().__init__(params, defaults)
         for group in self.param_groups:
-            _check_group(group)
+            for name in ("lr", "eps", "weight_decay"):
+                if not 0 <= group[name] < math.inf:
+                    raise ValueError(f"{name}={group[name]!r}: must be a finite number >= 0")
+            for beta in group["betas"]:
+                if not 0 <= beta < 1:
+                    raise ValueError(f"betas={group['betas']!r}: must be in [0, 1)")
         if not any(group["masked"] for group in self.param_groups):
             raise ValueError("no parameter group has 'masked': True; make the groups with step_param_groups(model)")
 
@@ -150,12 +155,3 @@ def step_param_groups(
         {"params": parameters, "masked": masked, "weight_decay": weight_decay if decayed else 0.0}
         for (masked, decayed), parameters in groups.items()
     ]
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ValueError(f"{name}={group[name]!r}: must be a finite number >= 0")
-    for beta in group["betas"]:
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas={group['betas']!r}: must be in [0, 1)")

@@ -6,7 +6,6 @@ Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10); the regulariser is SR-
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from sparse24_kernels.decay import foreach_masked_decay_
@@ -17,17 +16,13 @@ from .settings import MethodSettings, is_non_negative, one_of, setting
 AUTO = "auto"
 
 
-def is_decay(value: Any) -> str | None:
-    return None if isinstance(value, str) and value == AUTO else is_non_negative(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MaskedDecaySettings(MethodSettings):
     """How strongly pruned weights are pulled towards zero, and by what."""
 
     masked_decay: float | str = setting(
         2e-4,
-        is_decay,
+        lambda value: None if isinstance(value, str) and value == AUTO else is_non_negative(value),
         "lambda_W >= 0, the pull of pruned weights towards zero, once per optimizer step; 'auto' lets Sparse24Trainer "
         "find it before training, by probes of the warm-up",
     )

@@ -36,7 +36,6 @@ Method card
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import sparse24_kernels as kernels
 import torch
@@ -49,10 +48,6 @@ from .registry import register_method
 from .settings import LENGTH, is_positive_length, one_of, setting, to_steps
 
 ADAPTERS = "adapters"  # the phase in which low-rank adapters take part
-
-
-def is_rank(value: Any) -> str | None:
-    return None if type(value) is int and value >= 0 else "must be an int >= 0"
 
 
 def _random(view: WeightView, draw: Callable[..., Tensor], *shape: int) -> Tensor:
@@ -81,7 +76,9 @@ class SLoPe(FixedMask):
             "largest N of every M both ways, of which the second mask drops nothing, also by `oneshot`",
         )
         adapter_rank: int = setting(
-            0, is_rank, "rank of the low-rank adapters that train at the end; 0: none, the model stays exactly N:M"
+            0,
+            lambda value: None if type(value) is int and value >= 0 else "must be an int >= 0",
+            "rank of the low-rank adapters that train at the end; 0: none, the model stays exactly N:M",
         )
         adapter_steps: int | float = setting(
             0.01, is_positive_length, f"length of training at the end in which adapters take part: {LENGTH}"

@@ -8,12 +8,8 @@ from sparse24_kernels import Pattern
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
 from transformers.pytorch_utils import Conv1D
 
 from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
@@ -26,9 +22,9 @@ from .unsupported import overlapping_tensors, unsupported_reason
 _TOWER = re.compile(r"vision|image|video|audio|speech")
 # Types of configs of which Transformers has a model that writes text.
 _WRITING_TEXT = {
-    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    *modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 
 # Usual names of modules, and of their classes, in an attention or a feed-forward sublayer.

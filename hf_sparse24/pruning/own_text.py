@@ -37,12 +37,6 @@ def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0)
 
     Raises:
         ValueError: a `count` or `length` below 1; a tokenizer without a token that starts or ends a text.
-
-    Examples:
-        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> own_text(model, AutoTokenizer.from_pretrained("gpt2"), count=2, length=8).shape
-        torch.Size([2, 8])
     """
     for name, value in (("count", count), ("length", length)):
         if value < 1:

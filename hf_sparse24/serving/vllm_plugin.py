@@ -12,13 +12,8 @@ from sparse24_kernels.formats import scale_columns
 from sparse24_kernels.matmul import packed_layer
 from sparse24_kernels.packing import mask_of_indices
 from torch import Tensor, nn
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    LinearMethodBase,
-    UnquantizedLinearMethod,
-    register_weight_loader_v2_supported_method,
-)
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.parameter import ModelWeightParameter
@@ -60,20 +55,20 @@ class Sparse24PackedConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.weights = hf_to_vllm_mapper.apply_dict(self.weights)
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> linear.LinearMethodBase | None:
         if isinstance(layer, RoutedExperts):
             # Transformers stacks experts, and a packed export has its names; vLLM reads those of one expert each.
             raise ValueError(f"{prefix}: packed exports of mixtures of experts are not served; {WAY_OUT}")
-        if not isinstance(layer, LinearBase):
+        if not isinstance(layer, linear.LinearBase):
             if f"{prefix}.weight" in self.weights:
                 raise ValueError(f"{prefix}: a packed {type(layer).__name__} is not served; {WAY_OUT}")
             return None
         pattern = packed_pattern(prefix, self.packed_modules_mapping, self.weights)
-        return UnquantizedLinearMethod() if pattern is None else Sparse24PackedMethod(self.packed, pattern)
+        return linear.UnquantizedLinearMethod() if pattern is None else Sparse24PackedMethod(self.packed, pattern)
 
 
-@register_weight_loader_v2_supported_method
-class Sparse24PackedMethod(LinearMethodBase):
+@linear.register_weight_loader_v2_supported_method
+class Sparse24PackedMethod(linear.LinearMethodBase):
     """Loads and multiplies by a packed weight: `packed_weight_values` `[out, in * N / M]` in the model's dtype or int8,
     `packed_weight_mask` uint8 `[out, in / 8]`, and of int8 values `packed_weight_scales` `[out, ceil(in / 128)]`."""
 

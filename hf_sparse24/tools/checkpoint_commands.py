@@ -38,7 +38,7 @@ def export(options: argparse.Namespace) -> int:
     if not is_dense and (own.get("quant_method") != "sparse24" or is_packed):
         way = "unpack_model(model).save_pretrained makes dense weights of a packed one, hf-sparse24 convert of bitmasks"
         raise ValueError(f"{options.checkpoint} is no training checkpoint of hf_sparse24 and no dense export; {way}")
-    listing = read_listing(source, Tensors(source)) if is_dense else None
+    listing = read_listing(Tensors(source)) if is_dense else None
     model = load_whole(type(empty), source)
     if listing is not None:
         _patch_export(model, listing)
@@ -85,9 +85,8 @@ def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None
 
 def inspect(options: argparse.Namespace) -> int:
     """Print which weights of a checkpoint are sparse, and how large it is."""
-    directory = local_files(options.checkpoint)
-    tensors = Tensors(directory)
-    listing = read_listing(directory, tensors)
+    tensors = Tensors(local_files(options.checkpoint))
+    listing = read_listing(tensors)
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
         is_dense = name in tensors or listing.format == "dense"
@@ -112,12 +111,11 @@ def inspect(options: argparse.Namespace) -> int:
 
 def verify_checkpoint(options: argparse.Namespace) -> int:
     """Read a checkpoint, and print whether what is said to be sparse is; the exit status is 1 where it is not."""
-    directory = local_files(options.checkpoint)
-    tensors = Tensors(directory)
-    listing = read_listing(directory, tensors)
+    tensors = Tensors(local_files(options.checkpoint))
+    listing = read_listing(tensors)
     found = []
     with Progress("verification", len(listing.files) + len(listing.weights), "tensor") as progress:
-        for finding in verify(directory, listing, tensors):
+        for finding in verify(listing, tensors):
             found.append(finding)
             progress.update()
     print(_heading(listing, tensors))

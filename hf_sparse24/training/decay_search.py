@@ -68,12 +68,9 @@ class DecayTuning(TableReport):
 
 
 def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int | None) -> DecayTuning:
-    """Probe dense training and, by bisection, candidates for `steps` optimizer steps, all from the model as it is.
-
-    Every probe is the trainer's own `train()` on a copy of the model, with a fresh optimizer, the real run's learning
-    rates and the first batches of its data, stopped after `steps`; sparse ones leave out the run's dense phases, in
-    which no decay acts. The trainer's model, optimizer, random states and data order stay as they are.
-    """
+    """Probe dense training and, by bisection, candidates: each by the trainer's own `train()` on a copy of the model,
+    with a fresh optimizer, the run's learning rates and first batches, for `steps`; sparse ones leave out the run's
+    dense phases, where no decay acts. The trainer's model, optimizer, random states and data order stay as they are."""
     bad = [value for value in candidates if not isinstance(value, int | float) or not 0 <= value < float("inf")]
     if bad or not candidates:
         raise ValueError(f"candidates={tuple(candidates)!r}: must be finite numbers >= 0, at least one")

@@ -210,17 +210,6 @@ def distill(
     Raises:
         ValueError: the model is no causal or masked language model, has a teacher already, or the teacher shares
             weights with it, or has other tokens.
-
-    Examples:
-        >>> from transformers import AutoModelForCausalLM
-        >>> model = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> teacher = AutoModelForCausalLM.from_pretrained("gpt2")
-        >>> _ = patch_model(model, Sparse24Config(method="fixed-mask"))
-        >>> distiller = distill(model, teacher)
-        >>> ids = torch.randint(300, (1, 16))
-        >>> model.train()(input_ids=ids, labels=ids).loss.backward()
-        >>> sorted(distiller.means())
-        ['cross_entropy', 'distillation_loss']
     """
     if find_distiller(model) is not None:
         raise ValueError("the model has a teacher already; call end() of what distill returned first")

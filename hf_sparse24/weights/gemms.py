@@ -56,11 +56,6 @@ class Gemm:
         if self.estimator not in _ESTIMATES:
             raise ValueError(f"estimator={self.estimator!r}: must be one of {list(_ESTIMATES)}")
 
-    @property
-    def draws(self) -> bool:
-        """Whether this GEMM's operands are pruned at random."""
-        return "mvue" in self.estimator
-
     def unsupported(self) -> str | None:
         """Why this GEMM is dense math at every size and on every device; None where sizes and device decide."""
         if self.sparse is None:

@@ -61,19 +61,14 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
         kind, arguments = "mask", {"mask": rule.mask}
     elif isinstance(rule, Values):
         matrix, kind, arguments = rule.values, "mask", {"mask": rule.values != 0}
-    pruned = {form: _pruned_form(form, backend) for form, backend in forms.items()}
+    pruned = {
+        form: "dense" if backend is None else pruned_form(backend, form == "compressed-transposed")
+        for form, backend in forms.items()
+    }
     wanted = list(dict.fromkeys(pruned.values()))
     made = dict(zip(wanted, prune_forms(matrix, wanted, kind, *pattern, view.dim, dtype=dtype, **arguments)))
-    results = []
-    for form, backend in forms.items():
-        result = made[pruned[form]]
-        results.append(result if backend is None else encode_one(backend, result))
-    return results
-
-
-def _pruned_form(form: str, backend: GemmBackend | None) -> str:
-    """What is encoded, as `sparse24_kernels.prune.prune_forms` names it."""
-    return "dense" if backend is None else pruned_form(backend, form == "compressed-transposed")
+    results = ((made[pruned[form]], backend) for form, backend in forms.items())
+    return [result if backend is None else encode_one(backend, result) for result, backend in results]
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

@@ -14,7 +14,6 @@ With tensor parallelism a process computes with its part of a weight alone. The 
 and is split as the weight is, so a part must hold whole groups.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import UnionType
@@ -195,11 +194,8 @@ class SparseWeight:
         """Drop what is kept, and free its memory: the next GEMM encodes again."""
         self.encodings = Encodings()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SparseWeight":
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied.rng_key = None  # its controller's
-        return copied
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"rng_key": None}  # its controller's
 
     @torch.no_grad()
     def _encode(self, dtype: torch.dtype, operand: str, forms: Forms) -> list[Tensor]:

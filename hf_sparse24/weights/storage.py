@@ -173,16 +173,12 @@ class PackedFrozen(Storage):
         return rows, kept * self.pattern.m // self.pattern.n
 
     @torch.no_grad()
-    def dense(self) -> Tensor:
-        """A copy of the weight with its zeros, in the layout that the Parameter had."""
-        return self.out_in(kernels.unpack_nm(self.packed))
-
-    @torch.no_grad()
     def whole_packed(self) -> Packed:
         """The packed form with its values gathered: every process must call it where FSDP2 shards them."""
         packed = self.packed
         return packed._replace(values=sharding.whole(packed.values))
 
+    @torch.no_grad()
     def whole(self) -> Tensor:
         return self.out_in(kernels.unpack_nm(self.whole_packed()))
 

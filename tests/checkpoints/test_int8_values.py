@@ -82,9 +82,9 @@ def test_dtypes(dtype, tmp_path):
     assert (stored[VALUES].dtype, stored[SCALES].dtype, stored[SCALES].shape) == (torch.int8, dtype, (64, 1))
     assert sum(stored[name].nbytes for name in (VALUES, MASK)) == 64 * 32 * 5 / 8
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    dense = {name: weight.storage.dense() for name, weight in sparse_weights(wide, PACKED).items()}
+    dense = {name: weight.storage.whole() for name, weight in sparse_weights(wide, PACKED).items()}
     for name, weight in sparse_weights(loaded, PACKED).items():
-        assert torch.equal(weight.storage.dense(), dense[name].to(dtype))  # rounded once
+        assert torch.equal(weight.storage.whole(), dense[name].to(dtype))  # rounded once
     if dtype == torch.float32:
         half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
         for model in (half, copy.deepcopy(loaded).to(torch.bfloat16)):

@@ -56,7 +56,7 @@ def test_round_trip_of_every_architecture(name, pattern, tmp_path):
     assert torch.equal(logits(loaded), logits(model))
     assert sparse_weights(loaded, PACKED).keys() == sparse_weights(model).keys() and not sparse_weights(loaded)
     for key, weight in sparse_weights(loaded, PACKED).items():
-        assert torch.equal(weight.storage.dense(), sparse_weights(model)[key].pruned())
+        assert torch.equal(weight.storage.whole(), sparse_weights(model)[key].pruned())
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(zoo.auto_class(name).from_pretrained(tmp_path / "again")), logits(model))
 
@@ -122,7 +122,7 @@ def test_patterns(method, pattern, tmp_path):
     for one in (loaded, AutoModelForCausalLM.from_pretrained(tmp_path / "again")):
         assert torch.equal(logits(one), logits(model))
         for name, weight in sparse_weights(one, PACKED).items():
-            dense = weight.storage.dense()
+            dense = weight.storage.whole()
             assert torch.equal(dense, sparse_weights(model)[name].merged())
             assert is_nm_sparse(dense, *sparse_weights(model)[name].method.pattern)
             assert not torch.signbit(weight.storage.packed.values[weight.storage.packed.values == 0]).any()
