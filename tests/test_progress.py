@@ -157,6 +157,7 @@ def test_tqdm_is_used_in_one_place(package):
         assert "tqdm" not in path.read_text() or path.name == "progress.py" or "disable_tqdm" in path.read_text(), path
 
 
+@pytest.mark.slow
 def test_verify_in_a_real_terminal(tmp_path, capsys):
     model = zoo.build("llama")
     patch_model(model)

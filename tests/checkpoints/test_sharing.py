@@ -6,6 +6,7 @@ from sharing import ARCHITECTURES, export, load
 from hf_sparse24.checkpoints.export import FORMATS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dense_math")
 def test_twelve_architectures(tmp_path, capsys):
     exports = []

@@ -24,6 +24,8 @@ from hf_sparse24_command import make_parser
 README = (ROOT / "README.md").read_text()
 FORMAT = "docs/packed_format.md"
 ELSEWHERE = ("docs/engines.md",)  # its blocks run in serving/test_onnx.py
+WITH_CODE = [page for page in pages.PAGES if pages.blocks(page, "python") and page not in ELSEWHERE]
+APART = [page for page in WITH_CODE if any("init_process_group" in code for code in pages.blocks(page, "python"))]
 
 
 @pytest.fixture
@@ -42,14 +44,13 @@ def unregistered():
 # Transformers 4 that Transformers 5 is renaming.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.parametrize(
-    "page", [page for page in pages.PAGES if pages.blocks(page, "python") and page not in ELSEWHERE]
+    "page", [pytest.param(page, marks=pytest.mark.slow) if page in APART else page for page in WITH_CODE]
 )
 def test_code_blocks(page, tmp_path, monkeypatch, unregistered):
     """Every block of Python on a page runs, in order, as printed; see pages.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "1")
-    with_processes = any("init_process_group" in code for code in pages.blocks(page, "python"))
-    (pages.run_apart if with_processes else pages.run)(page, tmp_path)
+    (pages.run_apart if page in APART else pages.run)(page, tmp_path)
 
 
 def test_generated_pages_are_those_of_now(monkeypatch):

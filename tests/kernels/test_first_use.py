@@ -45,6 +45,7 @@ def forget():
     dispatch.choose.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [bad_kernels.crashes], indirect=True)
 def test_a_new_process_where_no_fork_would_do(bad, caplog, monkeypatch):
     monkeypatch.setattr(first_use, "_fork", first_use._spawn)
@@ -157,7 +158,7 @@ def test_the_caller_s_modes_are_not_the_check_s(cache):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, by which Triton's interpreter computes
 @pytest.mark.parametrize("dtype", dispatch.KERNEL_DTYPES)
-@pytest.mark.parametrize("package", [cpu, gpu], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("package", [cpu, pytest.param(gpu, marks=pytest.mark.slow)], ids=["cpu", "gpu"])
 def test_our_kernels_pass(package, dtype, monkeypatch):
     if package is cpu and isinstance(LIBRARY, str):
         pytest.skip(LIBRARY)

@@ -313,6 +313,7 @@ print(json.dumps(shares))  # the last line: libraries print too
 """
 
 
+@pytest.mark.slow
 def test_fresh_process(tmp_path):
     """Nothing but `import hf_sparse24` and `from_pretrained`; and the memory that exporting and loading need."""
     model = patched(method="t-sr-ste")

@@ -82,7 +82,7 @@ def test_generating_compiled_and_exported(calls):
 @pytest.mark.parametrize(
     "name, values, backend",
     [
-        ("llama", "float", "inductor"),
+        pytest.param("llama", "float", "inductor", marks=pytest.mark.slow),
         ("llama", "int8", "aot_eager"),
         ("gpt2", "float", "aot_eager"),
         ("mixtral", "float", "aot_eager"),

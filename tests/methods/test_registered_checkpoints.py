@@ -97,6 +97,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_needs_the_registration(tmp_path):
     model = patched().eval()
     give_adapters_a_value(model)

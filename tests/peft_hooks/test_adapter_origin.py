@@ -165,6 +165,7 @@ for directory in {adapters!r}:
 """
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_loaded_in_a_fresh_process(dense, tmp_path):
     expected = {}
     for method in ("s-ste", "t-sr-ste", "fixed-mask"):

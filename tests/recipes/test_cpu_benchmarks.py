@@ -174,6 +174,7 @@ def test_generation(tmp_path, monkeypatch):
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "models").iterdir()}  # made once
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_start_leaves_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(builds.FORMATS, "packed", {"format": "zip"})
     monkeypatch.delitem(builds.FORMATS, "packed int8")

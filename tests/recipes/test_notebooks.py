@@ -14,7 +14,6 @@ import run  # noqa: E402
 
 STORE = "`python notebooks/run.py` stores the outputs again"
 PATHS = run.NOTEBOOKS
-SLOW = [pytest.param(path, marks=pytest.mark.slow, id=path.stem) for path in PATHS[1:]]
 
 
 def code_cells(notebook):
@@ -45,7 +44,8 @@ def test_a_notebook_is_stored_with_the_outputs_of_one_run(path):
     assert not re.search(r"site-packages|/(home|root|tmp|usr|Users)/|vnd.jupyter.widget", str(outputs)), STORE
 
 
-@pytest.mark.parametrize("path", [pytest.param(PATHS[0], id=PATHS[0].stem), *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_gives_what_is_stored(path):
     """Apart from numbers, which follow the versions of Python, whose source is the text, and of torch."""
     stored, new = (code_cells(notebook) for notebook in (nbformat.read(path, as_version=4), run.execute(path)))

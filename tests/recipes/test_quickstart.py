@@ -104,6 +104,7 @@ def plain_copy(model, path):
     copy.save_pretrained(path)
 
 
+@pytest.mark.slow
 def test_quickstart_interrupted(tmp_path):
     # Of few files, where the script looks for the text of all.
     manifest = stdlib_text.prepare(tmp_path / "runs/stdlib_text", 300, max_files=50) / "manifest.json"

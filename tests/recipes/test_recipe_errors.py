@@ -52,6 +52,7 @@ def test_other_errors_keep_their_traceback(bug):
         run(bug)
 
 
+@pytest.mark.slow
 def test_what_the_library_logs_of_long_work_is_shown():
     """By a recipe: a script of the user's own shows what its logging lets through."""
     code = """
@@ -92,6 +93,7 @@ def test_missing_toy_data_names_its_command(tmp_path, monkeypatch, capsys):
     check_toy_data(parse_arguments(train.ARGUMENTS, [*flags, "--teacher", "runs/of-mine"]))
 
 
+@pytest.mark.slow
 def test_as_a_user_sees_it(tmp_path):
     """In a separate process, as with `python recipes/glue.py`."""
     environment = os.environ | {"PYTHONPATH": f"{RECIPES.parent}{os.pathsep}{RECIPES.parent / 'kernels'}"}

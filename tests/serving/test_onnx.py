@@ -47,7 +47,7 @@ of_torch = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. i
 
 
 @of_torch
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))])
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_onnx_runtime_has_the_same_logits_from_weights_that_are_2_4_along_what_is_contracted(
     name, dtype, tmp_path, monkeypatch
@@ -108,6 +108,7 @@ def greedy(file: Path, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return torch.from_numpy(np.concatenate(found, 1))
 
 
+@pytest.mark.slow
 @of_torch
 def test_onnx_runtime_writes_the_tokens_of_transformers_with_a_cache_and_with_padding(tmp_path, monkeypatch):
     export_model(patched(initializer_range=0.3, num_hidden_layers=1), tmp_path / "my-export")

@@ -199,6 +199,7 @@ def test_wrong_arguments(directory, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_module():
     run = subprocess.run([sys.executable, "-m", "hf_sparse24", "--version"], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == f"hf-sparse24 {__version__}\n"

@@ -179,7 +179,7 @@ def test_bf16_autocast(tmp_path):
     assert not torch.equal(weights(run.model), weights(train(tmp_path).model))
 
 
-@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
+@pytest.mark.parametrize("method", [pytest.param("s-ste", marks=pytest.mark.slow), "t-sr-ste"])
 def test_torch_compile(tmp_path, method):
     """Compiled without a graph break inside a layer, through the phases, to the eager result."""
     config = Sparse24Config(method=method, dense_start=1, dense_tail=1, target_modules="all-linear")
@@ -190,6 +190,7 @@ def test_torch_compile(tmp_path, method):
     torch.testing.assert_close(weights(compiled.model), weights(eager.model), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_a_layer_in_one_graph(compiler):
     model = zoo.build("llama")
     patch_model(model)
