@@ -4,7 +4,7 @@ Depends on torch and, on a GPU, Triton. Every function raises ValueError for arg
 torch sees them. `kernels/README.md` says what each module is for.
 
 Here are the operators and formats. Authors of GEMM backends import from `gemm`. Other names stay in their modules;
-docs/reference/kernels.md lists them.
+the reference pages list them.
 """
 
 from .decay import masked_decay_

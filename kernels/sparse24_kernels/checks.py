@@ -19,7 +19,7 @@ def check_is(kind: type, name: str, /, **arguments: object) -> None:
     wanted = (int, torch.SymInt) if kind is int else kind  # sizes are symbolic while a graph is traced
     for what, value in arguments.items():
         if not isinstance(value, wanted) or isinstance(value, bool) != (kind is bool):
-            raise ValueError(f"{name}: {what}={described(value)}: must be of type {kind.__name__}")
+            raise ValueError(f"{name}: {what}={described(value)}: must be an instance of {kind}")
 
 
 def described(value: object) -> str:

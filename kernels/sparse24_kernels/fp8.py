@@ -23,7 +23,7 @@ def fp8_simulate(x: Tensor, format: str) -> Tensor:
     return _fp8_simulate(x, format)
 
 
-def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+def _fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """x * s rounded to nearest even, laid out as `x`, and s = max / amax as an fp32 scalar."""
     dtype = _DTYPES[format]
     values = x.float()
@@ -38,7 +38,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 # A custom operator, so that compiled code rounds as eager code does.
 @torch.library.custom_op("sparse24::fp8_simulate", mutates_args=())
 def _fp8_simulate(x: Tensor, format: str) -> Tensor:
-    quantized, scale = fp8_quantize(x, format)
+    quantized, scale = _fp8_quantize(x, format)
     # Adding zero after the cast, which may round a small negative value to -0.0.
     return torch.empty_like(x).copy_(quantized.float() / scale).add_(0.0)
 

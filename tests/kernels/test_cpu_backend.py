@@ -114,3 +114,9 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
 def test_times_are_those_of_both_kinds():
     for problem in (linear_problem(32, 64, 96, torch.float32), mm_problem(64, 32, 96, torch.float32)):
         assert all(us > 0 for us in cpu_kernels.times(problem))
+
+
+def test_a_measurement_holds_for_its_number_of_threads(monkeypatch):
+    before = autotune.current_environment(HERE)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert before != autotune.current_environment(HERE) == autotune.current_environment(HERE)

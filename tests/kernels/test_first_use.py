@@ -45,7 +45,6 @@ def forget():
     dispatch.choose.cache_clear()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bad", [bad_kernels.crashes], indirect=True)
 def test_a_new_process_where_no_fork_would_do(bad, caplog, monkeypatch):
     monkeypatch.setattr(first_use, "_fork", first_use._spawn)

@@ -11,7 +11,7 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
-from sparse24_kernels.fp8 import fp8_quantize
+from sparse24_kernels.fp8 import _fp8_quantize
 
 EVERY_TIE = torch.tensor(list(product([0.0, 1.0, -1.0, 2.0, -2.0, 3.0], repeat=4)))
 
@@ -79,5 +79,5 @@ def test_fp8_by_the_scale_of_the_authors_code():
     """s = max / amax: 448 / 3.5 = 128 and 57344 / 3.5 = 16384, and a product is divided by both scales."""
     x = torch.tensor([3.5, -1.75, 0.875])
     for format, scale in (("e4m3", 128.0), ("e5m2", 16384.0)):
-        quantized, s = fp8_quantize(x, format)
+        quantized, s = _fp8_quantize(x, format)
         assert s.item() == scale and (quantized.float() / s).tolist() == x.tolist()

@@ -82,7 +82,7 @@ def test_generating_compiled_and_exported(calls):
 @pytest.mark.parametrize(
     "name, values, backend",
     [
-        pytest.param("llama", "float", "inductor", marks=pytest.mark.slow),
+        ("llama", "float", "inductor"),
         ("llama", "int8", "aot_eager"),
         ("gpt2", "float", "aot_eager"),
         ("mixtral", "float", "aot_eager"),

@@ -68,6 +68,10 @@ def _values_of_a_step(
     fits &= x is None or (x.dim() == 2 and x.shape[1] == k and x.dtype == dtype and x.is_cpu)
     fits &= bias is None or (bias.shape == (rows,) and bias.dtype == dtype and bias.is_cpu)
     if not fits:
-        what = f"x, values, mask, scales and bias do not fit each other and M = {m}, or are not on the CPU"
-        raise ValueError(f"{what}: {', '.join(map(described, (x, values, mask, scales, bias)))}")
+        given = [
+            tensor if tensor is None else (str(tensor.device), described(tensor))
+            for tensor in (x, values, mask, scales, bias)
+        ]
+        what = "x, values, mask, scales and bias"
+        raise ValueError(f"{what} do not fit each other and M = {m}, or are not on the CPU: {given}")
     return STEP * kept // k
