@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 try:
     import fcntl
 except ImportError:  # Windows: two processes that write to one directory are not told apart
@@ -15,11 +17,14 @@ except ImportError:  # Windows: two processes that write to one directory are no
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a path to write to. When the block ends, that file replaces `path`; where it raises, `path` stays."""
+    """Yield a path to write to. When the block ends, that file replaces `path`; where it raises, `path` stays. OSError
+    for the error of safetensors, of a full disk."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
         os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
     finally:
         part.unlink(missing_ok=True)
 
