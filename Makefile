@@ -15,7 +15,7 @@ test: lint-check
 # What takes long: engines are installed, real models run, processes are killed. None of these tests compares times. Files
 # that take minutes come first, or one core waits for the other at the end.
 MINUTES := $(patsubst %,tests/%.py,serving/test_vllm_plugin recipes/test_notebooks kernels/cpu/test_safety \
-	recipes/test_scaling recipes/test_launch serving/test_onnx)
+	recipes/test_scaling recipes/test_launch training/test_kill serving/test_onnx)
 test-slow: .venv/.test-installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and slow" $(MINUTES) \
 		$(filter-out $(MINUTES),$(shell grep -rl --include='test_*.py' mark.slow tests))
