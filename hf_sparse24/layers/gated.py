@@ -105,8 +105,9 @@ def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool,
 
 def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
     own_class: type = type(module)
-    for key in product(LAYOUTS, (False, True), GATED_ACTIVATIONS):
-        if _is_simple(module, key[0]) and _behaves_like(module, *key):
+    layouts = (layout for layout in LAYOUTS if _is_simple(module, layout))
+    for key in product(layouts, (False, True), GATED_ACTIVATIONS):
+        if _behaves_like(module, *key):
             return made_class(FusedGatedMLP, own_class, key)
     return None
 

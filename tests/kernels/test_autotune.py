@@ -101,9 +101,10 @@ def test_an_entry_serves_its_own_problem(change):
     assert choose(PROBLEM._replace(**change), CPU).reason == autotune.NOT_TUNED
 
 
-def test_environments_are_apart(monkeypatch):
+@pytest.mark.parametrize("part", HERE.split(", "))
+def test_environments_are_apart(part, monkeypatch):
     remember(PROBLEM, measured(1, 50.0))
-    elsewhere = HERE.replace("801", "802")
+    elsewhere = HERE.replace(part, "other")
     monkeypatch.setattr(autotune, "current_environment", lambda device: elsewhere)
     assert choose(PROBLEM, CPU).backend == "dense"
     remember(PROBLEM, measured(2, 50.0), environment=elsewhere)

@@ -80,10 +80,11 @@ _lock = threading.RLock()  # autograd calls `choose` from its threads
 def current_environment(device: torch.device) -> str:
     """What a measurement is valid for besides its problem: the GPU and its capability, or the CPU, its threads and the
     path of our kernels; the versions of cuSPARSELt (0.8.1 is "801") and torch, or the file of our kernels."""
-    facts = [device.type, str(cusparselt.version())]
+    library = str(cusparselt.version())
+    facts = [device.type, library]
     if device.type == "cuda":
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-        facts = [torch.cuda.get_device_name(device), capability, str(cusparselt.version())]
+        facts = [torch.cuda.get_device_name(device), capability, library]
     elif uses_cpu_kernels(device) and cpu_kernels.unsupported_device(device) is None:
         threads = f"threads: {torch.get_num_threads()}"
         facts = [first_use.device_name(device), threads, loaded().path, loaded().file.name]
