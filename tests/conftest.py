@@ -12,8 +12,11 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: a test that asks the Hub must fail
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the compiled tests and DataLoaders fork
-if not torch.cuda.is_available() or not any(argument.endswith("gpu") for argument in sys.argv):  # pytest -m gpu
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported: they run on CPU tensors then
+# Before the kernels are imported, which run on CPU tensors with a 1. Workers of xdist see no `-m gpu`, and inherit a 0.
+if torch.cuda.is_available() and any(argument.endswith("gpu") for argument in sys.argv):
+    os.environ.setdefault("TRITON_INTERPRET", "0")
+else:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import methods.ast  # noqa: F401  the example outside the package: tests of every method cover it
 import own_method  # noqa: F401  registers itself for the same

@@ -165,7 +165,9 @@ class RandomStreams:
     def set(self, seed: int, step: int, micro_step: int) -> None:
         for indices, keys in self._keys:
             values = [_mix(seed, step, micro_step, index) for index in indices]
-            keys.copy_(torch.tensor(values, dtype=torch.int64))
+            fresh = torch.tensor(values, dtype=torch.int64)
+            # Of pinned memory: otherwise the host would wait for all that the GPU has been given.
+            keys.copy_(fresh.pin_memory() if keys.is_cuda else fresh, non_blocking=True)
 
     def end(self) -> None:
         for weight in self._weights:

@@ -112,9 +112,9 @@ class Gemm:
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        form = pruned_form(plan.backend, dim == 0)
+        form = pruned_form(plan.backend, operand, dim == 0, operand.dtype)
         estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
-        return encode_one(plan.backend, estimate)
+        return encode_one(plan.backend, estimate, form)
 
     @property
     def _mvue_estimator(self) -> str:

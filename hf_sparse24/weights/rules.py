@@ -62,13 +62,15 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
     elif isinstance(rule, Values):
         matrix, kind, arguments = rule.values, "mask", {"mask": rule.values != 0}
     pruned = {
-        form: "dense" if backend is None else pruned_form(backend, form == "compressed-transposed")
+        form: "dense" if backend is None else pruned_form(backend, matrix, form == "compressed-transposed", dtype)
         for form, backend in forms.items()
     }
     wanted = list(dict.fromkeys(pruned.values()))
     made = dict(zip(wanted, prune_forms(matrix, wanted, kind, *pattern, view.dim, dtype=dtype, **arguments)))
-    results = ((made[pruned[form]], backend) for form, backend in forms.items())
-    return [result if backend is None else encode_one(backend, result) for result, backend in results]
+    return [
+        made[pruned[form]] if backend is None else encode_one(backend, made[pruned[form]], pruned[form])
+        for form, backend in forms.items()
+    ]
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

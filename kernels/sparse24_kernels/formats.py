@@ -126,23 +126,31 @@ def unpackable(pattern: Pattern, k: int) -> str | None:
     return None
 
 
-FORMS = {"dense": None, "transposed": None, "packed": 1, "packed-transposed": 0}
-"""Forms of a pruned matrix `[R, C]`, and along which of its dimensions the packed ones are 2:4.
+FORMS: dict[str, int | None] = {"dense": None, "transposed": None}
+FORMS |= {"packed": 1, "packed-transposed": 0, "compressed": 1, "compressed-transposed": 0}
+"""Forms of a pruned matrix `[R, C]`, and along which of its dimensions the last four are 2:4. One tensor each.
 
-`"transposed"` is the dense `[C, R]`, row-major. A packed one is fp32 in one tensor `[R, C * 17 / 32]` (of the
-transpose `[C, R * 17 / 32]`): all values, two of every four, then the mask's bits. `split_operand` takes it apart.
+* `"transposed"` is the dense `[C, R]`, row-major.
+* `"packed"` is fp32 `[R, C * 17 / 32]`: all values, two of every four, then the mask's bits (see `split_operand`).
+* `"compressed"` is bf16 or fp16 `[R, C * 9 / 16]`: all values, then their places in the order of Hopper's sparse tensor
+  cores (see `reference.packed.compressed`). cuSPARSELt stores the same there.
+* `"packed-transposed"` and `"compressed-transposed"` are those of the transpose.
 """
 
 OPERAND_MULTIPLE = 32
 """What the size along which a form is packed is a multiple of."""
+
+COMPRESSED_MULTIPLE = 64
+"""What both sizes of a matrix in compressed form are multiples of."""
 
 
 def form_shape(form: str, shape: torch.Size) -> Sequence[int]:
     """The shape of a matrix of `shape` in one of `FORMS`; `"dense"` takes tensors of any dimension."""
     if form == "dense":
         return shape
-    rows, columns = shape if form == "packed" else shape[::-1]
-    return (rows, columns) if FORMS[form] is None else (rows, columns // 2 + columns // OPERAND_MULTIPLE)
+    rows, columns = shape[::-1] if "transposed" in form else shape
+    stored = {"packed": columns // 2 + columns // 32, "compressed": columns // 2 + columns // 16}
+    return rows, stored.get(form.removesuffix("-transposed"), columns)
 
 
 def split_operand(operand: Tensor) -> tuple[Tensor, Tensor]:

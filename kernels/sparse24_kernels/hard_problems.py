@@ -120,6 +120,11 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                     yield weight, rule, 2, 4, dim, mask, scale if dim else None, torch.float32, [form, "dense"]
                 bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
                 yield weight, "mask", 2, 4, 1, bits, None, torch.float32, ["packed-transposed", "packed"]
+            for weight, result in product(wide, (half, torch.float16)):
+                bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
+                yield weight, "mask", 2, 4, 1, bits, None, result, ["compressed", "compressed-transposed", "dense"]
+                yield weight, "magnitude", 2, 4, 1, None, None, result, ["compressed"]
+                yield weight, "soft-threshold", 2, 4, 0, None, scale, result, ["compressed-transposed"]
             for weight, (n, m), dim in product(wide, PATTERNS, (0, 1)):
                 yield weight, "magnitude", n, m, dim, None, None, half, ["dense"]
                 yield weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense", "transposed"]
@@ -131,6 +136,9 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 yield numbers(66, 70), key, n, m, 0, estimator, "dense"
                 yield numbers(66, 70), key, n, m, 1, estimator, "transposed"
             yield from ((x, key, 2, 4, 1, "exact", "dense") for x in (special, numbers(0, 4)))
+            for n, x in product((1, 2), wide if dtype != torch.float32 else ()):
+                yield x, key, n, 2 * n, 0, "exact", "compressed-transposed"
+                yield x, key, n, 2 * n, 1, "exact", "compressed"
             for estimator, x in product(
                 ("exact", "approx") if dtype == torch.float32 else (), (special[:64, :32], numbers(96, 70))
             ):
@@ -176,7 +184,7 @@ def _bounds(operator: str, wide: tuple) -> list[Tensor]:
             x, values, mask, scales, m, bias = wide
             weight = reference.packed.unpack_nm(values, mask, scales, m).abs()
             sizes = linear(x.abs(), weight, None if bias is None else bias.abs())
-            bound = (4 if x.is_cuda else 4 + x.shape[1]) * UNIT * sizes + 1e-37
+            bound = (4 + x.shape[1]) * UNIT * sizes + 1e-37
             if scales is not None:
                 bound += sizes * 2**-8  # half a unit of bf16, to which some paths round the weight
                 if len(x) <= 8:  # and half a step of x in 8 bits

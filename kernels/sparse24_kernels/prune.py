@@ -1,6 +1,5 @@
 """Pruning by magnitude, by a mask, or by S-STE's soft threshold, dense and transposed; the scale of that threshold."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -234,9 +233,13 @@ def _s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
 
 def _near_one(weight: Tensor) -> Tensor:
     """The weight, times a power of two where sums of its squares might leave fp32; the scale is the same for both."""
-    largest = float(torch.stack(torch.aminmax(weight)).abs().max()) if weight.numel() else 1.0
-    exponent = math.frexp(largest)[1]  # 0 of inf and NaN
-    return weight if abs(exponent) <= 40 else weight * 2.0 ** max(-126, min(126, -exponent))
+    if not weight.numel():
+        return weight
+    largest = torch.stack(torch.aminmax(weight)).abs().max().double().nan_to_num(nan=1.0, posinf=1.0)
+    exponent = largest.frexp().exponent
+    factor = torch.where(exponent.abs() <= 40, 1.0, torch.exp2(-exponent.clamp(-126, 126).double())).to(weight.dtype)
+    # To look at the factor on a GPU would wait for it, which a captured graph cannot.
+    return weight if weight.is_cpu and factor == 1 else weight * factor
 
 
 _s_ste_scale.register_fake(lambda weight, *settings: weight.new_empty((), dtype=torch.float32))

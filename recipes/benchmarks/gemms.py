@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.gemm import GemmPlan, GemmProblem, compress, linear_problem, mm_problem, plan_gemm
-from sparse24_kernels.gemm.backend import Operand
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
+from sparse24_kernels.gemm.backend import DENSE, Operand, encode_one, pruned_form
 from sparse24_kernels.gemm.problem import Algorithm
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from .sections import Row, Run, Section
 from .timing import Call, Maker
 
 NAMES = ("output", "grad_input", "grad_weight")
+DENSE_PLAN = GemmPlan(DENSE, "requested")
 AUTO = 0.98  # a goal: times dense, of what `auto` runs, at every size
 
 MODELS = {"Llama 8B": (4096, 14336), "Llama 1B": (2048, 8192), "GPT-2 774M": (1280, 5120), "Llama 13B": (5120, 13824)}
@@ -142,19 +143,20 @@ class Operands:
         self.plan: GemmPlan = plan_gemm(layer.problems()[name], device, "cusparselt")
         self.scale, self.key = kernels.s_ste_scale(self.weight), torch.tensor(7, device=device)
         self.mask = kernels.transposable_mask(self.weight, packed=True)
-        self.packed = compress(self.pruned(), self.plan) if self.plan.is_sparse else None
+        self.packed = self.encoded(self.plan) if self.plan.is_sparse else None
 
-    def pruned(self) -> Tensor:
-        """`a` with its zeros: pruned by S-STE's rule, by T-SR-STE's mask, or by MVUE."""
+    def pruned(self, plan: GemmPlan = DENSE_PLAN) -> tuple[Tensor, str]:
+        """`a` with its zeros, in the form that a plan takes: pruned by S-STE's rule, T-SR-STE's mask, or MVUE."""
+        source = self.grad if self.name == "grad_weight" else self.weight
+        form = pruned_form(plan.backend, source, self.name != "output", source.dtype)
         if self.name == "grad_weight":
-            estimate = kernels.mvue(self.grad, dim=0, key=self.key, form="transposed")
-            assert isinstance(estimate, Tensor)
-            return estimate
+            return kernels.mvue(self.grad, dim=0, key=self.key, form=form), form
         soft = {"rule": "soft-threshold", "scale": self.scale}
         rule: dict[str, Any] = soft if self.name == "output" else {"rule": "mask", "mask": self.mask}
-        (found,) = prune_forms(self.weight, ["dense" if self.name == "output" else "transposed"], **rule)
-        assert isinstance(found, Tensor)
-        return found
+        return prune_forms(self.weight, [form], **rule)[0], form
+
+    def encoded(self, plan: GemmPlan) -> Operand:
+        return Operand(encode_one(plan.backend, *self.pruned(plan)))
 
     def dense(self, a: Tensor, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         if self.name == "grad_weight":
@@ -162,7 +164,7 @@ class Operands:
         return nn.functional.linear(convert(self.b), convert(a), None if self.bias is None else convert(self.bias))
 
     def sparse(self, plan: GemmPlan, packed: Operand | None = None) -> Tensor:
-        operand = compress(self.pruned(), plan) if packed is None else packed
+        operand = self.encoded(plan) if packed is None else packed
         if self.name == "grad_weight":
             return kernels.sparse_mm(operand, self.b, plan=plan)
         return kernels.sparse_linear(self.b, operand, self.bias, plan=plan)
@@ -170,7 +172,7 @@ class Operands:
     def check(self, plan: GemmPlan) -> None:
         """Assert that the sparse GEMM is as exact as dense math."""
         assert self.packed is not None, plan.reason
-        pruned = self.pruned()
+        pruned, _ = self.pruned()
         assert_three_way(
             self.sparse(plan, self.packed), self.dense(pruned), self.dense(pruned, Tensor.float), self.name
         )

@@ -27,6 +27,8 @@ GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 GPT2_350M = GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16}
 GPT2_124M = GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12}
 RUNS = {"Llama 1B": (8, 2048, "LlamaConfig", LLAMA), "GPT-2 774M": (16, 1024, "GPT2Config", GPT2)}
+LLAMA_8B = LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}
+RUNS |= {"four layers of Llama 8B": (4, 2048, "LlamaConfig", LLAMA_8B)}
 RUNS |= {"GPT-2 124M": (16, 1024, "GPT2Config", GPT2_124M), "GPT-2 350M": (8, 1024, "GPT2Config", GPT2_350M)}
 """Sequences per step and their length; the configuration in Transformers. The last two are of the papers."""
 

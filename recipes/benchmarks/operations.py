@@ -78,8 +78,9 @@ def workloads() -> Iterator[Workload]:
 def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str, Any]]]:
     """Function, name, shapes, maker of arguments, what it takes after shape and dtype, and more fields of each."""
     # fp32 or bf16 weights in, bf16 operands of a GEMM out.
-    one_way = (["dense"], ["dense", "transposed"])
+    one_way = (["dense"], ["dense", "transposed"], ["compressed"])
     rows = [(rule, 1, forms) for rule, forms in product(("magnitude", "soft-threshold", "mask"), one_way)]
+    rows.append(("mask", 1, ["compressed", "compressed-transposed"]))
     rows += [(rule, 0, ["dense"]) for rule in ("magnitude", "soft-threshold")]
     for rule, dim, forms in rows:
         name = f"prune {rule}{'' if dim else ', columns'}: {'+'.join(forms)}"
@@ -101,6 +102,9 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
     for (n, m, estimator), (along, dim), form in product(cases.MVUE_KINDS, along_dims, results):
         settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
         yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", TOKENS, cases.mvue, settings, {}
+    for n, m, estimator in cases.MVUE_KINDS:
+        settings = ("random", 2**40 + 12345, n, m, estimator, 0, "compressed-transposed")
+        yield "mvue.mvue", f"mvue {n}:{m} {estimator}, tokens: compressed", BF16_TOKENS, cases.mvue, settings, {}
 
     for kind, layout in product(("swiglu", "geglu"), ("row", "column")):
         for count, (function, terms) in enumerate(cases.GATED.items(), 2):

@@ -187,7 +187,7 @@ UNREADABLE = {
     "binary": lambda text: "\x00\udcff\udcfe",
     "nested": lambda text: "[" * 100_000,
     "a time beyond floats": lambda text: text.replace("50.0", "1" + "0" * 1000),
-    "newer format": edited(format=7),
+    "newer format": edited(format=8),
     "a bad entry": edited(entries=[1]),
     "an unknown dtype": lambda text: text.replace("bfloat16", "float7"),
 }
@@ -247,6 +247,8 @@ def test_without_a_home_directory_nothing_is_tuned(monkeypatch, tmp_path):
 class Library(cslt.StandIn):
     """Finds `found`, or raises it; `us` is the time of an algorithm's last GEMM, and dense math takes 100 us."""
 
+    host_us = 0.0
+
     def __init__(self, found, us, **behaviour):
         super().__init__(**behaviour)
         self.found, self.us, self.last = found, us, None
@@ -275,6 +277,7 @@ class Library(cslt.StandIn):
         monkeypatch.setattr(torch, "_cslt_sparse_mm", self.matmul)
         monkeypatch.setattr(torch._C, "_cusparselt", SimpleNamespace(mm_search=self.search), raising=False)
         monkeypatch.setattr(measure, "sampler", self.sampler)
+        monkeypatch.setattr(measure, "host_us", lambda call: self.host_us)
         return self
 
 
@@ -287,6 +290,15 @@ def test_the_fastest_of_what_the_search_finds_and_the_default(monkeypatch):
     verdict = tune([SMALL, SMALL._replace(n=40)], CPU, lambda problem, done: seen.append((problem, done)))[SMALL]
     assert verdict[:4] == ("cusparselt", Algorithm(7, 2, 1), 40.0, 100.0) and seen == [(SMALL, 0)]
     assert [found.algorithm for found in read()[HERE, SMALL].candidates] == [(7, 2, 1), (7, 1, -1), (0, 1, -1)]
+
+
+def test_a_call_that_takes_the_host_longer_counts_so(monkeypatch):
+    library = Library((7, 1, -1), {Algorithm(7): 40.0, Algorithm(): 60.0}).install(monkeypatch)
+    library.host_us = 300.0
+    verdict = tune([SMALL], CPU)[SMALL]
+    assert (verdict.backend, verdict.sparse_us, verdict.dense_us) == ("dense", 300.0, 100.0)
+    library.host_us = 50.0
+    assert tune([SMALL], CPU)[SMALL][:4] == ("cusparselt", Algorithm(7), 50.0, 100.0)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_backend_is_chosen_by_name(fp32):
     weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(16, 32).to(BF16), torch.randn(48)
     expected = (linear(x.float(), weight.float()) + bias.to(BF16).float()).to(BF16)
     packed = kernels.pack_nm(weight)
-    for operand in (encode_one(fp32, weight), compress(weight, plan), compress(packed, plan)):
+    for operand in (encode_one(fp32, weight, "dense"), compress(weight, plan), compress(packed, plan)):
         assert torch.equal(kernels.sparse_linear(x, operand, bias.to(BF16), plan=plan), expected)
     assert torch.equal(kernels.packed_linear(x, packed, bias.to(BF16), plan=plan), expected)
     assert fp32.ran == 4 and backend_names()[-1] == "fp32"
@@ -97,7 +97,7 @@ def test_a_backend_that_stores_several_tensors_is_told_where_they_do_not_fit(fp3
     plan, weight = plan_gemm(PROBLEM, CPU, "fp32"), torch.randn(48, 32)
     assert compress(weight, plan).mask is not None
     with pytest.raises(ValueError, match="backend='fp32' stores several tensors"):
-        encode_one(fp32, weight)
+        encode_one(fp32, weight, "dense")
 
 
 def test_an_implementation_may_have_one_operator(dense_math, monkeypatch):

@@ -36,7 +36,7 @@ def prune(
     if mask is not None:  # it has no groups
         rule, n, m, dim = "mask" if mask.dtype == torch.bool else "bits", 2, 4, weight.dim() - 1
     factor = 1.0 if scale is None else float(scale)
-    at_once = [form for form in forms if FORMS[form] is not None and (n, m) == (2, 4)]
+    at_once = [form for form in forms if "packed" in form and (n, m) == (2, 4)]
     made = {form: packed(weight, rule, form, mask=mask, scale=factor) for form in at_once}
     if len(made) < len(forms):
         dense = reused_memory(weight.shape, dtype)
@@ -72,7 +72,7 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
     """Draw the estimate of `x` that `key` determines, in one of `FORMS`; `dim` is not negative."""
     if (n, m, estimator) != (2, 4, "exact"):
         return in_form(reference.mvue.mvue(x, key, n, m, dim, estimator, "dense"), form)
-    if FORMS[form] is not None:
+    if "packed" in form:
         return packed(x, "mvue", form, key=int(key))
     estimate = reused_memory(x.shape, x.dtype)
     run("mvue", x, estimate, dim, key=int(key))
@@ -107,7 +107,7 @@ def packed(x: Tensor, rule: str, form: str, **arguments: Any) -> Tensor:
 
 def in_form(pruned: Tensor, form: str) -> Tensor:
     """A pruned tensor in a form, where no kernel makes it from what is pruned."""
-    return reference.packed.in_form(pruned, form) if FORMS[form] is None else packed(pruned, "magnitude", form)
+    return packed(pruned, "magnitude", form) if "packed" in form else reference.packed.in_form(pruned, form)
 
 
 def run(

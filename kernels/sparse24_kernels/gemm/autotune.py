@@ -19,11 +19,12 @@ import torch
 from .. import first_use
 from ..cache_folder import cache_folder, write_json
 from ..cpu.library import loaded
+from ..dispatch import choose_kernels
 from . import cpu_kernels, cusparselt
 from .measure import Rejected, first_difference, prepare, try_algorithm
 from .problem import Algorithm, GemmProblem, bucket
 
-FORMAT = 6
+FORMAT = 7
 
 MARGIN = 1.02
 """Speedup from which sparse is chosen. Medians of interleaved timings vary by one to two per cent between runs; above
@@ -171,9 +172,22 @@ def wrong_default(device: torch.device, dtype: torch.dtype, transposed: bool) ->
     return f"cuSPARSELt failed its check on first use: {reason}" if reason else None
 
 
+@torch.compiler.assume_constant_result
+def kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether pruning writes what cuSPARSELt compresses: kernels run, and the library's layout is the one they know.
+
+    On an H100, cuSPARSELt 0.8.0 compresses at 5 % of the bandwidth of a copy, and every step has new operands.
+    """
+    if device.type != "cuda" or dtype not in cusparselt.DTYPES or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    right = not first_use.verdicts(subject(device, dtype))["compress"]
+    return right and choose_kernels(device, dtype).implementation == "triton"
+
+
 def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
-    """What is checked of cuSPARSELt on first use."""
-    operators = ("linear", "mm")
+    """What is checked of cuSPARSELt on first use; on Hopper its layout too."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    operators = ("linear", "mm", "compress") if is_hopper else ("linear", "mm")
     return first_use.Subject("cusparselt", operators, device, dtype, first_difference, str(cusparselt.version()))
 
 

@@ -43,8 +43,6 @@ class GemmBackend(Protocol):
     """
 
     name: str
-    takes_packed: bool = False
-    """Whether operands are the packed forms that pruning makes (`formats.FORMS`), with nothing dense in between."""
 
     def __repr__(self) -> str:
         return f"<backend {self.name!r}>"
@@ -73,6 +71,20 @@ class GemmBackend(Protocol):
             The plan, or the reason.
         """
         ...
+
+    def form(self, m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
+        """The form (`formats.FORMS`) in which pruning makes an operand, without `-transposed`.
+
+        Args:
+            m: rows of the operand.
+            k: columns, along which it is 2:4.
+            dtype: of the GEMM.
+            device: where it is.
+
+        Returns:
+            `"dense"`, of which `encode` makes the operand, or what `linear` and `mm` multiply by as it is.
+        """
+        return "dense"
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         """The operand that `linear` and `mm` take, of a 2:4 matrix. The default keeps it dense.
@@ -194,16 +206,18 @@ def find_backend(name: str, device: torch.device) -> GemmBackend:
     return backend
 
 
-def pruned_form(backend: GemmBackend, is_transposed: bool) -> str:
+def pruned_form(backend: GemmBackend, matrix: Tensor, is_transposed: bool, dtype: torch.dtype) -> str:
     """The form (`formats.FORMS`) in which pruning makes a matrix, or its transpose, for `encode_one`."""
-    if backend.takes_packed:
-        return "packed-transposed" if is_transposed else "packed"
-    return "transposed" if is_transposed else "dense"
+    m, k = matrix.shape[::-1] if is_transposed else matrix.shape
+    form = backend.form(m, k, dtype, matrix.device)
+    if is_transposed:
+        return "transposed" if form == "dense" else f"{form}-transposed"
+    return form
 
 
-def encode_one(backend: GemmBackend, matrix: Tensor) -> Tensor:
-    """A pruned matrix in the `pruned_form` of a backend as this stores it, for callers that keep one tensor."""
-    if backend.takes_packed:
+def encode_one(backend: GemmBackend, matrix: Tensor, form: str) -> Tensor:
+    """A pruned matrix in its `pruned_form` as the backend stores it, for callers that keep one tensor."""
+    if form not in ("dense", "transposed"):
         return matrix
     values, mask, scale, _ = backend.encode(matrix)
     if mask is not None or scale is not None:

@@ -5,7 +5,8 @@ import operator
 import torch
 from torch import Tensor
 
-from ..formats import Packed
+from ..formats import COMPRESSED_MULTIPLE, Packed
+from ..prune import prune_forms
 from . import autotune, cpu_kernels, cusparselt
 from .backend import GemmBackend, GemmPlan, Operand
 from .problem import Algorithm, GemmProblem
@@ -23,7 +24,6 @@ class CpuBackend(GemmBackend):
     """GEMMs in fp32 with half the multiplications."""
 
     name = "cpu"
-    takes_packed = True
 
     def unsupported(self, device: torch.device) -> str | None:
         if not autotune.uses_cpu_kernels(device):
@@ -33,6 +33,9 @@ class CpuBackend(GemmBackend):
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
         verdict = _verdict(problem, device, requested)
         return verdict if isinstance(verdict, str) else GemmPlan(self, verdict.reason)
+
+    def form(self, m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
+        return "packed"
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         return Operand(cpu_kernels.compress(super().encode(matrix).values))
@@ -61,13 +64,21 @@ class CusparseltBackend(GemmBackend):
             algorithm, wrong = Algorithm(), autotune.wrong_default(device, problem.dtype, problem.transposed)
         if algorithm is None or wrong:
             return f"requested; {wrong or verdict.reason}"
-        _columns(problem.m, problem.k, problem.dtype, device)  # asks the library now, not during CUDA graph capture
+        # These ask the library now, not during CUDA graph capture.
+        _columns(problem.m, problem.k, problem.dtype, device)
+        autotune.kernels_compress(device, problem.dtype)
         return GemmPlan(self, verdict.reason, algorithm)
+
+    def form(self, m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
+        fits = m % COMPRESSED_MULTIPLE == 0 and k % COMPRESSED_MULTIPLE == 0
+        return "compressed" if fits and autotune.kernels_compress(device, dtype) else "dense"
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         matrix = super().encode(matrix).values
         m, k = matrix.shape
         cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
+        if self.form(m, k, matrix.dtype, matrix.device) == "compressed":  # the two largest of a group are what is there
+            return Operand(prune_forms(matrix, ["compressed"])[0])
         return Operand(cusparselt.compress(matrix, _columns(m, k, matrix.dtype, matrix.device)))
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:

@@ -5,7 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
+from ..formats import form_shape
 from ..reference.philox import ROUNDS
+from .compressed import store_compressed
 from .groups import COLS, LAUNCH, as_matrix, grid, join4, load4, on_its_device, split4, store4, store_transposed, tile
 
 
@@ -19,18 +21,17 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
         return mvue(x.movedim(dim, 0), key, n, m, 0, estimator, form).movedim(0, dim).contiguous()
     matrix, along = as_matrix(x, dim)
     rows, columns = matrix.shape
-    transposed = form == "transposed"
-    out = x.new_empty((columns, rows) if transposed else x.shape)
+    out = x.new_empty(form_shape(form, x.shape))
     if matrix.numel():
         _mvue_kernel[grid(rows, columns)](
-            matrix, key, out, rows, columns, DIM=along, M=m, TRANSPOSED=transposed, ROUNDS=ROUNDS, **LAUNCH
+            matrix, key, out, rows, columns, DIM=along, M=m, FORM=form, ROUNDS=ROUNDS, **LAUNCH
         )
     return out
 
 
 @triton.jit
 def _mvue_kernel(
-    x, key, out, rows, columns, DIM: tl.constexpr, M: tl.constexpr, TRANSPOSED: tl.constexpr, ROUNDS: tl.constexpr
+    x, key, out, rows, columns, DIM: tl.constexpr, M: tl.constexpr, FORM: tl.constexpr, ROUNDS: tl.constexpr
 ):
     top, left, row, column = tile(columns)
     x0, x1, x2, x3 = load4(x, row, column, rows, columns)
@@ -53,7 +54,9 @@ def _mvue_kernel(
         else:
             y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, u)
     # MVUE never shrinks a kept magnitude, so no cast underflows and `cast` needs no TINY.
-    if TRANSPOSED:
+    if FORM == "compressed" or FORM == "compressed-transposed":
+        store_compressed(out, y0, y1, y2, y3, top, left, rows, columns, DIM, None)
+    elif FORM == "transposed":
         store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None)
     else:
         store4(out, y0, y1, y2, y3, row, column, rows, columns, None)

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
+from ..formats import form_shape
+from .compressed import store_compressed
 from .groups import (
     LAUNCH,
     as_matrix,
@@ -42,8 +44,7 @@ def prune(
     # A mask has no groups, and its packed bits are those of the last dimension.
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)
     rows, columns = matrix.shape
-    shapes = {"dense": weight.shape, "transposed": (columns, rows)}
-    out = {form: matrix.new_empty(shapes[form], dtype=dtype) for form in forms}
+    out = {form: matrix.new_empty(form_shape(form, weight.shape), dtype=dtype) for form in forms}
     if matrix.numel():
         _prune_kernel[grid(rows, columns)](
             matrix,
@@ -51,6 +52,8 @@ def prune(
             scale,
             out.get("dense"),
             out.get("transposed"),
+            out.get("compressed"),
+            out.get("compressed-transposed"),
             rows,
             columns,
             RULE=rule,
@@ -69,6 +72,8 @@ def _prune_kernel(
     scale,
     dense,
     transposed,
+    compressed,
+    compressed_transposed,
     rows,
     columns,
     RULE: tl.constexpr,
@@ -97,6 +102,10 @@ def _prune_kernel(
         store4(dense, y0, y1, y2, y3, row, column, rows, columns, TINY)
     if transposed is not None:
         store_transposed(transposed, y0, y1, y2, y3, top, left, rows, columns, TINY)
+    if compressed is not None:
+        store_compressed(compressed, y0, y1, y2, y3, top, left, rows, columns, 1, TINY)
+    if compressed_transposed is not None:
+        store_compressed(compressed_transposed, y0, y1, y2, y3, top, left, rows, columns, 0, TINY)
 
 
 @triton.jit
