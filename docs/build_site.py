@@ -25,6 +25,7 @@ import architectures_page
 import claims_page
 import cpu_page
 import frontier_page
+import gpu_page
 import pretrained_page
 import scaling_page
 
@@ -239,6 +240,7 @@ def pages() -> dict[str, str]:
     made["measured/costs.md"] = costs_page()
     made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
     made["measured/frontier.md"] = frontier_page.page(RESULTS / "frontier")
+    made["measured/gpu.md"] = gpu_page.page(RESULTS / "gpu")
     made["measured/scaling.md"] = scaling_page.page(RESULTS / "scaling")
     made["measured/claims.md"] = claims_page.page(RESULTS)
     made["measured/analysis.md"] = analysis_page.page(RESULTS / "analysis.json")

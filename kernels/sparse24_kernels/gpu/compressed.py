@@ -26,14 +26,13 @@ def store_compressed(out, y0, y1, y2, y3, top, left, rows, columns, DIM: tl.cons
 
 @triton.jit
 def _two_of_four(x0, x1, x2, x3):
-    """The two that are stored of four, in order, and their places. Zeros fill up where fewer are not zero."""
-    kept0, kept1 = x0.to(tl.float32) != 0, x1.to(tl.float32) != 0
-    kept2, kept3 = x2.to(tl.float32) != 0, x3.to(tl.float32) != 0
-    from1, from2 = kept1 & ~kept0, ~(kept0 | kept1)
-    to2, to3 = kept2 | from1, kept3 | from2
+    """The two that are stored of four, in order, and their places. Zeros fill up where fewer are not zero; that x0 is
+    one of the two follows from the others."""
+    kept1, kept2, kept3 = x1.to(tl.float32) != 0, x2.to(tl.float32) != 0, x3.to(tl.float32) != 0
+    from1, from2 = kept1 & (kept2 | kept3), kept2 & kept3
     first = tl.where(from2, x2, tl.where(from1, x1, x0))
-    second = tl.where(to3, x3, tl.where(to2, x2, x1))
-    return first, second, tl.where(from2, 2, tl.where(from1, 1, 0)) | tl.where(to3, 12, tl.where(to2, 8, 4))
+    second = tl.where(kept3, x3, tl.where(kept2, x2, x1))
+    return first, second, tl.where(from2, 2, tl.where(from1, 1, 0)) | tl.where(kept3, 12, tl.where(kept2, 8, 4))
 
 
 @triton.jit

@@ -56,9 +56,9 @@ def compressed(matrix: Tensor) -> Tensor:
     """
     rows, k = matrix.shape
     x = matrix.reshape(rows, k // 4, 4)
-    kept = x != 0
-    first = torch.where(kept[..., 0], 0, torch.where(kept[..., 1], 1, 2))
-    second = torch.where(kept[..., 3] | (first == 2), 3, torch.where(kept[..., 2] | (first == 1), 2, 1))
+    _, kept1, kept2, kept3 = (x != 0).unbind(-1)  # where fewer than two are not zero, zeros fill up
+    first = torch.where(kept2 & kept3, 2, torch.where(kept1 & (kept2 | kept3), 1, 0))
+    second = torch.where(kept3, 3, torch.where(kept2, 2, 1))
     values = x.gather(-1, torch.stack([first, second], -1)).view(-1)
     # Rows: tile, two bits, r or r + 8, three bits. Groups: tile, and the bits 4, 2 and 1.
     places = (first | second << 2).to(torch.uint8).view(rows // 64, 4, 2, 8, k // 32, 2, 2, 2)
