@@ -68,7 +68,8 @@ sparse, bf16, AdamW on fp32 parameters, one micro-batch per step on one GPU.
 
 {markdown_table(head, rows)}
 
-Assumed: pruning takes as long as the bytes that it moves, and every GEMM that can be sparse is.
+Assumed: pruning takes as long as the bytes that it moves, and compresses in the same pass, as on Hopper. Every GEMM
+that can be sparse is.
 """
     page.write_text(text)
 

@@ -23,8 +23,8 @@ FLOPS_PER_BYTE = 295  # of an H100 SXM, by its data sheet: 989 TFLOPS (dense, bf
 _MASK = 1 / 8  # bytes of an element of a packed mask
 _LONG_RUN = 10_000  # optimizer steps, at least, of the run that schedules and refreshes are averaged over
 _ASSUMED = (
-    "assumed: pruning takes as long as the bytes that it moves, and every GEMM that can be sparse is; activations and "
-    "traffic between GPUs are not counted"
+    "assumed: pruning takes as long as the bytes that it moves, and compresses in the same pass, as on Hopper; "
+    "every GEMM that can be sparse is; activations and traffic between GPUs are not counted"
 )
 
 
@@ -120,30 +120,24 @@ def _layer_cost(weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes
     sparse = () if weight.run.backend == "dense" else tuple(sparse_problems(weight, rows, dtype))
     out, inputs = weight.sizes
     elements, kept_mask = out * inputs, _kept_mask(weight)
-    moved, held = _encoding_bytes(weight, sparse, itemsize)
-    per_element = MASTER_BYTES + kept_mask + moved + _decay_bytes(weight) + (MASTER_BYTES + kept_mask) * refreshes
+    encodings = _encoding_bytes(weight, sparse, itemsize)
+    per_element = MASTER_BYTES + kept_mask + encodings + _decay_bytes(weight) + (MASTER_BYTES + kept_mask) * refreshes
     pruning = elements * per_element + rows * out * _gradient_bytes(weight, sparse, itemsize)
     flops = 2.0 * rows * elements * len(sparse)
-    return LayerCost(sparse, matrices * flops, matrices * pruning, matrices * elements * held)
+    return LayerCost(sparse, matrices * flops, matrices * pruning, matrices * elements * encodings)
 
 
-def _encoding_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> tuple[float, float]:
-    """Bytes per element that are moved to make the encodings of a step, and that these hold.
-
-    Pruning writes a dense matrix, or its transpose, once. A compressed encoding reads that and writes 9/16 of it.
-    """
+def _encoding_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> float:
+    """Bytes per element of the encodings of a step, each of which is written once."""
     gemms = weight.method.gemms
-    pruned, dense, compressed = set(), set(), set()
-    for gemm, form in ((gemms.output, "rows"), (gemms.grad_input, "columns")):
+    dense, compressed = set(), set()
+    for gemm in (gemms.output, gemms.grad_input):
         operand = gemm.weight or PRUNED
         if gemm.name in sparse:
-            pruned.add((operand, form))
-            compressed.add((operand, form))
+            compressed.add((operand, gemm.name))
         else:
-            pruned.add((operand, "rows"))
             dense.add(operand)
-    moved = len(pruned) + len(compressed) * (1 + COMPRESSED)
-    return itemsize * moved, itemsize * (len(dense) + len(compressed) * COMPRESSED)
+    return itemsize * (len(dense) + len(compressed) * COMPRESSED)
 
 
 def _kept_mask(weight: SparseWeight) -> float:
@@ -160,10 +154,10 @@ def _decay_bytes(weight: SparseWeight) -> float:
 
 
 def _gradient_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> float:
-    """Bytes per element to prune the output's gradient: read, written with zeros; if sparse, compressed from that."""
+    """Bytes per element to prune the output's gradient: read, and written with zeros or compressed."""
     gemms = weight.method.gemms
     pruned = [gemm for gemm in (gemms.grad_input, gemms.grad_weight) if gemm.estimator != "none"]
-    return sum(itemsize * (2 + (1 + COMPRESSED if gemm.name in sparse else 0)) for gemm in pruned)
+    return sum(itemsize * (1 + (COMPRESSED if gemm.name in sparse else 1)) for gemm in pruned)
 
 
 def _gb(nbytes: float) -> str:

@@ -36,8 +36,8 @@ def test_sparse_gemms_and_what_pruning_moves():
     gate, up, _ = plan.layers
     assert gate == up and gate.sparse == ("output", "grad_weight")
     assert gate.flops == 2 * (2 * 8192 * 8192 * 2048)
-    # An fp32 weight is read, and written in bf16, which is read and written in 9/16 of the bytes; a bf16 gradient, too.
-    assert gate.pruning == 8192 * 2048 * (4 + 2 + 2 + 9 / 8) + 8192 * 8192 * (2 + 2 + 2 + 9 / 8)
+    # An fp32 weight is read, and written in bf16, dense for grad_input and compressed; a bf16 gradient is compressed.
+    assert gate.pruning == 8192 * 2048 * (4 + 2 + 9 / 8) + 8192 * 8192 * (2 + 9 / 8)
     assert plan.flops == gate.flops * 3  # gate, up and down
     few = plan_step(patched("s-ste"), 8)  # rows that grad_weight cannot contract over
     assert few.layers[0].sparse == ("output",)
@@ -59,13 +59,13 @@ def test_patterns_within_24_are_planned_as_sparse():
 def test_masked_decay_and_refreshes_cost_what_they_move():
     def bytes_per_weight(method):
         found = plan_step(patched(method), 16).layers[0]
-        gradients = 16 * 8192 * (3 * 2 + 9 / 8) if method != "sr-ste" else 0
+        gradients = 16 * 8192 * (2 + 9 / 8) if method != "sr-ste" else 0
         return (found.pruning - gradients) / (8192 * 2048)
 
-    # The weight is read, written as it is multiplied by or compressed from, and the mask in 1/8.
-    sparse = 2 + 2 + 9 / 8
-    assert bytes_per_weight("s-ste") == pytest.approx(4 + sparse)
-    assert bytes_per_weight("sr-ste") == pytest.approx(4 + sparse + (4 + 1 / 8) + (3 * 4 + 1 / 8))
+    # The weight is read, and written as each GEMM multiplies by it; the mask has 1/8.
+    dense, sparse = 2, 9 / 8
+    assert bytes_per_weight("s-ste") == pytest.approx(4 + sparse + dense)
+    assert bytes_per_weight("sr-ste") == pytest.approx(4 + sparse + dense + (4 + 1 / 8) + (3 * 4 + 1 / 8))
     t_sr_ste = 4 + 1 / 8 + 2 * sparse + (3 * 4 + 1 / 8) + (4 + 1 / 8) / 40
     assert bytes_per_weight("t-sr-ste") == pytest.approx(t_sr_ste, rel=1e-3)  # the number of refreshes is whole
 
