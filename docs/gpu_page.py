@@ -32,8 +32,8 @@ A weight is pruned in every step, and a gradient in every backward pass. cuSPARS
 of a copy, which takes longer than a GEMM. On compute capability 9.0 our kernels write its layout in the pass that
 prunes. Microseconds:"""
 
-CALCULATED = """The bytes equal the library's at all {sizes} sizes that were tried. The first use on a machine
-compares them.
+CALCULATED = """The bytes equal the library's at all {sizes} sizes that were tried. Every process compares
+them once, at a small size.
 
 Calculated from these times, forward and backward of a 14336 x 4096 layer by `t-sr-ste`, three GEMMs, pruning and
 MVUE: {sparse:.0f} us, where dense takes {dense:.0f} us. That is {ratio:.2f} times as fast. As a whole it was not timed.
@@ -50,8 +50,8 @@ WHY = """The cause was not profiled. The likely one is the host:
 - The Trainer waits for the GPU once a step, so the host cannot run ahead.
 - `t-sr-ste` has its masked decay in PyTorch, several passes over the MLPs' weights.
 
-Changed since then, and not timed there: `tune` counts a call as long as it takes the host, so that `auto` leaves short
-GEMMs dense; and the keys of random streams are copied without waiting for the GPU.
+Changed since then, and not timed there: `auto` leaves a GEMM dense that takes the GPU less time than starting a sparse
+one takes the host; and the keys of random streams are copied without waiting for the GPU.
 
 ## What was right
 

@@ -67,10 +67,8 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
     }
     wanted = list(dict.fromkeys(pruned.values()))
     made = dict(zip(wanted, prune_forms(matrix, wanted, kind, *pattern, view.dim, dtype=dtype, **arguments)))
-    return [
-        made[pruned[form]] if backend is None else encode_one(backend, made[pruned[form]], pruned[form])
-        for form, backend in forms.items()
-    ]
+    results = ((forms[form], made[how], how) for form, how in pruned.items())
+    return [result if backend is None else encode_one(backend, result, how) for backend, result, how in results]
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

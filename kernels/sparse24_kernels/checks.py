@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import COMPRESSED_MULTIPLE, FORMS, OPERAND_MULTIPLE, STEP, Packed, mask_bytes, scale_columns
+from .formats import FORMS, OPERAND_MULTIPLE, SM90_MULTIPLE, STEP, Packed, mask_bytes, scale_columns
 
 INPUTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs. Arithmetic is in fp32, of fp64 inputs in fp64."""
@@ -95,11 +95,12 @@ def check_form(name: str, form: str, tensor: Tensor, dim: int | None, dtype: tor
         check_matrix(name, **{f"form={form!r} of": tensor})
     along = FORMS[form]
     if along is not None:
-        needs = f"fp32, and a multiple of {OPERAND_MULTIPLE} along dimension {along}"
-        fits = dtype == torch.float32 and not tensor.shape[along] % OPERAND_MULTIPLE
-        if "compressed" in form:
-            needs = f"bf16 or fp16, and multiples of {COMPRESSED_MULTIPLE}"
-            fits = dtype in (torch.bfloat16, torch.float16) and not any(n % COMPRESSED_MULTIPLE for n in tensor.shape)
+        if "packed" in form:
+            needs = f"fp32, and a multiple of {OPERAND_MULTIPLE} along dimension {along}"
+            fits = dtype == torch.float32 and not tensor.shape[along] % OPERAND_MULTIPLE
+        else:
+            needs = f"bf16 or fp16, and multiples of {SM90_MULTIPLE}"
+            fits = dtype in (torch.bfloat16, torch.float16) and not any(n % SM90_MULTIPLE for n in tensor.shape)
         if not fits:
             raise ValueError(f"{name}: form={form!r} needs {needs}, got {dtype} {tuple(tensor.shape)}")
         if dim not in (None, along):

@@ -126,22 +126,21 @@ def unpackable(pattern: Pattern, k: int) -> str | None:
     return None
 
 
-FORMS: dict[str, int | None] = {"dense": None, "transposed": None}
-FORMS |= {"packed": 1, "packed-transposed": 0, "compressed": 1, "compressed-transposed": 0}
-"""Forms of a pruned matrix `[R, C]`, and along which of its dimensions the last four are 2:4. One tensor each.
+FORMS = {"dense": None, "transposed": None, "packed": 1, "packed-transposed": 0, "sm90": 1, "sm90-transposed": 0}
+"""Forms of a pruned matrix `[R, C]`, one tensor each, and along which dimension the packed and sm90 ones are 2:4.
 
 * `"transposed"` is the dense `[C, R]`, row-major.
 * `"packed"` is fp32 `[R, C * 17 / 32]`: all values, two of every four, then the mask's bits (see `split_operand`).
-* `"compressed"` is bf16 or fp16 `[R, C * 9 / 16]`: all values, then their places in the order of Hopper's sparse tensor
-  cores (see `reference.packed.compressed`). cuSPARSELt stores the same there.
-* `"packed-transposed"` and `"compressed-transposed"` are those of the transpose.
+* `"sm90"` is bf16 or fp16 `[R, C * 9 / 16]`: all values, then their places in the order of the sparse tensor cores of
+  compute capability 9.0 (see `reference.packed.for_sm90`). Of more than two in a group, NaN or not, the last two stay.
+* `"packed-transposed"` and `"sm90-transposed"` are those of the transpose.
 """
 
 OPERAND_MULTIPLE = 32
 """What the size along which a form is packed is a multiple of."""
 
-COMPRESSED_MULTIPLE = 64
-"""What both sizes of a matrix in compressed form are multiples of."""
+SM90_MULTIPLE = 64
+"""What both sizes of a matrix in sm90 form are multiples of."""
 
 
 def form_shape(form: str, shape: torch.Size) -> Sequence[int]:
@@ -149,7 +148,7 @@ def form_shape(form: str, shape: torch.Size) -> Sequence[int]:
     if form == "dense":
         return shape
     rows, columns = shape[::-1] if "transposed" in form else shape
-    stored = {"packed": columns // 2 + columns // 32, "compressed": columns // 2 + columns // 16}
+    stored = {"packed": columns // 2 + columns // 32, "sm90": columns // 2 + columns // 16}
     return rows, stored.get(form.removesuffix("-transposed"), columns)
 
 

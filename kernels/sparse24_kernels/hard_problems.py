@@ -122,9 +122,9 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 yield weight, "mask", 2, 4, 1, bits, None, torch.float32, ["packed-transposed", "packed"]
             for weight, result in product(wide, (half, torch.float16)):
                 bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
-                yield weight, "mask", 2, 4, 1, bits, None, result, ["compressed", "compressed-transposed", "dense"]
-                yield weight, "magnitude", 2, 4, 1, None, None, result, ["compressed"]
-                yield weight, "soft-threshold", 2, 4, 0, None, scale, result, ["compressed-transposed"]
+                yield weight, "mask", 2, 4, 1, bits, None, result, ["sm90", "sm90-transposed", "dense"]
+                yield weight, "magnitude", 2, 4, 1, None, None, result, ["sm90"]
+                yield weight, "soft-threshold", 2, 4, 0, None, scale, result, ["sm90-transposed"]
             for weight, (n, m), dim in product(wide, PATTERNS, (0, 1)):
                 yield weight, "magnitude", n, m, dim, None, None, half, ["dense"]
                 yield weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense", "transposed"]
@@ -137,8 +137,8 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 yield numbers(66, 70), key, n, m, 1, estimator, "transposed"
             yield from ((x, key, 2, 4, 1, "exact", "dense") for x in (special, numbers(0, 4)))
             for n, x in product((1, 2), wide if dtype != torch.float32 else ()):
-                yield x, key, n, 2 * n, 0, "exact", "compressed-transposed"
-                yield x, key, n, 2 * n, 1, "exact", "compressed"
+                yield x, key, n, 2 * n, 0, "exact", "sm90-transposed"
+                yield x, key, n, 2 * n, 1, "exact", "sm90"
             for estimator, x in product(
                 ("exact", "approx") if dtype == torch.float32 else (), (special[:64, :32], numbers(96, 70))
             ):

@@ -153,8 +153,9 @@ def prune_forms(
     """Prune a matrix `[R, C]`, and write it in several forms in one pass: a tensor for each, in their order.
 
     `forms` are of `formats.FORMS`: `"dense"`, `"transposed"` (`[C, R]`, row-major), and where the result is 2:4 along
-    them `"packed"` and `"packed-transposed"`, operands of GEMMs on CPUs. `rule` is `"magnitude"`, `"soft-threshold"`
-    (with `scale`) or `"mask"` (with `mask`). ValueError: an unknown rule or form, or arguments that do not fit.
+    them the operands of GEMMs: `"packed"` on CPUs, `"sm90"` on Hopper, and their `-transposed`. `rule` is
+    `"magnitude"`, `"soft-threshold"` (with `scale`) or `"mask"` (with `mask`). ValueError: an unknown rule or form, or
+    arguments that do not fit.
     """
     check_floating("prune_forms", weight=weight)
     check_matrix("prune_forms", weight=weight)

@@ -78,9 +78,9 @@ def workloads() -> Iterator[Workload]:
 def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str, Any]]]:
     """Function, name, shapes, maker of arguments, what it takes after shape and dtype, and more fields of each."""
     # fp32 or bf16 weights in, bf16 operands of a GEMM out.
-    one_way = (["dense"], ["dense", "transposed"], ["compressed"])
+    one_way = (["dense"], ["dense", "transposed"], ["sm90"])
     rows = [(rule, 1, forms) for rule, forms in product(("magnitude", "soft-threshold", "mask"), one_way)]
-    rows.append(("mask", 1, ["compressed", "compressed-transposed"]))
+    rows.append(("mask", 1, ["sm90", "sm90-transposed"]))
     rows += [(rule, 0, ["dense"]) for rule in ("magnitude", "soft-threshold")]
     for rule, dim, forms in rows:
         name = f"prune {rule}{'' if dim else ', columns'}: {'+'.join(forms)}"
@@ -103,7 +103,7 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
         settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
         yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", TOKENS, cases.mvue, settings, {}
     for n, m, estimator in cases.MVUE_KINDS:
-        settings = ("random", 2**40 + 12345, n, m, estimator, 0, "compressed-transposed")
+        settings = ("random", 2**40 + 12345, n, m, estimator, 0, "sm90-transposed")
         yield "mvue.mvue", f"mvue {n}:{m} {estimator}, tokens: compressed", BF16_TOKENS, cases.mvue, settings, {}
 
     for kind, layout in product(("swiglu", "geglu"), ("row", "column")):

@@ -97,9 +97,9 @@ def _prune_rows() -> Iterator[tuple]:
         yield shape, dtype, "random", "mask", 1, BF16, ["dense", "transposed"]
     for dtype, result in ((FP32, BF16), (BF16, BF16), (FP16, FP16)):
         for shape, kind in (((64, 192), "random"), ((128, 64), "ties")):
-            yield shape, dtype, kind, "mask", 1, result, ["compressed", "compressed-transposed", "dense"]
-            yield shape, dtype, kind, "magnitude", 1, result, ["compressed"]
-            yield shape, dtype, kind, "soft-threshold", 0, result, ["transposed", "compressed-transposed"]
+            yield shape, dtype, kind, "mask", 1, result, ["sm90", "sm90-transposed", "dense"]
+            yield shape, dtype, kind, "magnitude", 1, result, ["sm90"]
+            yield shape, dtype, kind, "soft-threshold", 0, result, ["transposed", "sm90-transposed"]
     for dtype in DTYPES:
         for rule in ("magnitude", "soft-threshold"):
             yield ALL_SPECIAL, dtype, "special", rule, 1, dtype, ["dense"]
@@ -110,8 +110,8 @@ def _mvue_rows() -> Iterator[tuple]:
     for of, kind, dim, form in product(shapes, MVUE_KINDS, (0, 1), ("dense", "transposed")):
         yield *of, "random", -(2**62) + 12345, *kind, dim, form
     for dtype, kind in product((BF16, FP16), (MVUE_KINDS[0], MVUE_KINDS[2])):
-        yield (128, 192), dtype, "random", 11, *kind, 0, "compressed-transposed"
-        yield (64, 128), dtype, "random", 12, *kind, 1, "compressed"
+        yield (128, 192), dtype, "random", 11, *kind, 0, "sm90-transposed"
+        yield (64, 128), dtype, "random", 12, *kind, 1, "sm90"
     for dtype in (FP32, BF16):
         yield from ((ALL_SPECIAL, dtype, "special", 3, *kind, 1, "dense") for kind in MVUE_KINDS)
     yield (2, 7, 12), FP32, "random", 5, *MVUE_KINDS[0], 1, "dense"

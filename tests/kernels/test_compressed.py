@@ -11,8 +11,10 @@ from sparse24_kernels import mvue, pack_nm, reference
 from sparse24_kernels.dispatch import Choice
 from sparse24_kernels.gemm import autotune, compress, measure
 from sparse24_kernels.prune import prune_forms
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from hf_sparse24 import Sparse24Config, patch_model
 from recipes.benchmarks.cases import draw
 from recipes.benchmarks.modules import linear, patched
 
@@ -27,7 +29,7 @@ class Hopper(cslt.StandIn):
         if any(size % 64 for size in matrix.shape):
             return super().compress(matrix)
         self.compressed += bool(matrix.any())
-        return reference.packed.compressed(matrix)
+        return reference.packed.for_sm90(matrix)
 
     def matmul(self, compressed, dense, bias=None, *, transpose_result=False, **more):
         if len(compressed) % 64 or len(dense) % 64:
@@ -69,18 +71,18 @@ def test_it_is_what_cusparselt_makes_on_an_h100(m, k, draws, found):
     which = torch.randint(6, (draws, m, k // 4), generator=torch.Generator().manual_seed(m * k))
     digest = hashlib.sha256()
     for matrix in torch.tensor(TWO_OF_FOUR, dtype=BF16)[which].view(draws, m, k):
-        digest.update(reference.packed.compressed(matrix).view(torch.uint8).numpy().tobytes())
+        digest.update(reference.packed.for_sm90(matrix).view(torch.uint8).numpy().tobytes())
     assert digest.hexdigest()[:32] == found
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_it_keeps_every_value_whatever_a_group_has(dtype):
     matrix = torch.randn(64, 128).to(dtype) * (torch.rand(64, 128) < 0.5)
-    dense, compressed = prune_forms(matrix, ["dense", "compressed"])
+    dense, compressed = prune_forms(matrix, ["dense", "sm90"])
     assert_same_bits(expanded(compressed, 128), dense, "along rows")
-    transposed, compressed = prune_forms(matrix, ["transposed", "compressed-transposed"], dim=0)
+    transposed, compressed = prune_forms(matrix, ["transposed", "sm90-transposed"], dim=0)
     assert_same_bits(expanded(compressed, 64), transposed, "along columns")
-    estimates = [mvue(matrix, dim=0, key=3, form=form) for form in ("transposed", "compressed-transposed")]
+    estimates = [mvue(matrix, dim=0, key=3, form=form) for form in ("transposed", "sm90-transposed")]
     assert_same_bits(expanded(estimates[1], 64), estimates[0], "MVUE")
 
 
@@ -105,7 +107,7 @@ def test_layers_prune_into_it_where_their_sizes_allow(shape, by_library, method,
 def test_a_packed_or_pruned_matrix_is_compressed_by_it_too(hopper):
     plan, matrix = cslt.sparse_plan(), prune_forms(torch.randn(64, 128).bfloat16(), ["dense"])[0]
     for given in (matrix, pack_nm(matrix), matrix.t().contiguous().t()):
-        assert_same_bits(compress(given, plan).values, reference.packed.compressed(matrix), "compress")
+        assert_same_bits(compress(given, plan).values, reference.packed.for_sm90(matrix), "compress")
     assert not hopper.compressed
 
 
@@ -117,15 +119,47 @@ def test_a_packed_or_pruned_matrix_is_compressed_by_it_too(hopper):
 def test_kernels_compress_where_the_library_does_the_same(change, expected, monkeypatch):
     given = {"capability": (9, 0), "wrong": "", "kernels": "triton"} | change
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
-    verdicts = {"linear": "", "mm": "", "compress": given["wrong"]}
-    monkeypatch.setattr(autotune.first_use, "verdicts", lambda subject: verdicts)
+    monkeypatch.setattr(autotune, "stores_as_known", lambda device, dtype: not given["wrong"])
     monkeypatch.setattr(autotune, "choose_kernels", lambda device, dtype: Choice(given["kernels"], ""))
+    autotune._kernels_compress.cache_clear()
     assert autotune.kernels_compress(CUDA, BF16) is expected
+    autotune._kernels_compress.cache_clear()
     assert not autotune.kernels_compress(CPU, BF16) and not autotune.kernels_compress(CUDA, torch.float32)
 
 
-def test_another_layout_is_noticed_on_first_use(monkeypatch):
+def test_another_layout_is_noticed(monkeypatch):
     cslt.install(monkeypatch, Hopper())
-    assert measure.first_difference("cusparselt", "compress", CPU, BF16) == ""
-    cslt.install(monkeypatch, cslt.StandIn())
-    assert "elements differ" in measure.first_difference("cusparselt", "compress", CPU, BF16)
+    assert measure.stores_as_known(CPU, BF16)
+    for other in (cslt.StandIn(), cslt.StandIn(padding=2)):
+        cslt.install(monkeypatch, other)
+        assert not measure.stores_as_known(CPU, BF16)
+
+
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
+def test_a_layer_compiles_in_one_graph(method, hopper):
+    layer = patched(partial(linear, 128, 192, True, CPU), method, "cusparselt")
+    x = draw(CPU, (64, 128), BF16).requires_grad_()
+
+    def call(forward) -> list[Tensor]:
+        output = forward(x)
+        return [output.detach(), *torch.autograd.grad(output.float().square().sum(), [x, *layer.parameters()])]
+
+    torch._dynamo.reset()
+    for ours, eager in zip(call(torch.compile(layer, fullgraph=True, backend="aot_eager")), call(layer)):
+        torch.testing.assert_close(ours, eager)
+    assert not hopper.compressed
+
+
+def test_conv1d_and_patterns_within_24_prune_into_it(hopper):
+    conv = nn.ModuleList([Conv1D(192, 128).bfloat16()])
+    patch_model(conv, Sparse24Config(method="t-sr-ste", target_modules="all-linear", backend="cusparselt"))
+    few = nn.ModuleList([nn.Linear(128, 192).bfloat16()])
+    patch_model(few, Sparse24Config(method="s-ste", pattern="1:4", target_modules="all-linear", backend="cusparselt"))
+    x = draw(CPU, (64, 128), BF16).requires_grad_()
+    for model in (conv, few):
+        output = model[0](x)
+        weight = model[0].sparse_weight().float()
+        expected = x.float() @ (weight if model is conv else weight.t()) + model[0].bias.float()
+        torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+        output.sum().backward()
+    assert len(hopper.gemms) == 3 + 2 and not hopper.compressed

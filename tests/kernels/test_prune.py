@@ -199,8 +199,8 @@ def test_forms_share_no_memory():
         ((torch.ones(8, 48), ["packed"]), r"a multiple of 32 along dimension 1, got torch.float32 \(8, 48\)"),
         ((torch.ones(8, 32).half(), ["packed"]), "needs fp32"),
         ((torch.ones(32, 32), ["packed-transposed"]), "needs groups along dimension 0, not 1"),
-        ((torch.ones(64, 96).half(), ["compressed"]), r"multiples of 64, got torch.float16 \(64, 96\)"),
-        ((torch.ones(64, 64), ["compressed"]), "bf16 or fp16, and multiples of 64, got torch.float32"),
+        ((torch.ones(64, 96).half(), ["sm90"]), r"multiples of 64, got torch.float16 \(64, 96\)"),
+        ((torch.ones(64, 64), ["sm90"]), "bf16 or fp16, and multiples of 64, got torch.float32"),
     ],
 )
 def test_forms_that_cannot_be(arguments, message):

@@ -11,6 +11,7 @@ import json
 import operator
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ..cache_folder import cache_folder, write_json
 from ..cpu.library import loaded
 from ..dispatch import choose_kernels
 from . import cpu_kernels, cusparselt
-from .measure import Rejected, first_difference, prepare, try_algorithm
+from .measure import Rejected, first_difference, prepare, stores_as_known, try_algorithm
 from .problem import Algorithm, GemmProblem, bucket
 
 FORMAT = 7
@@ -36,11 +37,13 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*cusparselt.DT
 
 
 class Measured(NamedTuple):
-    """An algorithm that passed its checks, with its time and that of dense math, measured in turns."""
+    """An algorithm that passed its checks, with its time and that of dense math, measured in turns; and the time that
+    the host takes to start it."""
 
     algorithm: Algorithm
     sparse_us: float
     dense_us: float
+    host_us: float = 0.0
 
     @property
     def speedup(self) -> float:
@@ -152,10 +155,13 @@ def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> 
     usable = [found for found in entry.candidates if found.algorithm.split_k == 1 or not deterministic]
     if not usable:
         return Verdict("dense", None, None, None, f"{where}: no algorithm is deterministic", measured=True)
-    algorithm, sparse_us, dense_us = best = max(usable, key=lambda found: found.speedup)
+    algorithm, sparse_us, dense_us, host_us = best = max(usable, key=lambda found: found.speedup)
     reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
-    if best.speedup < MARGIN:
-        reason = f"{reason} where {MARGIN} is required"
+    too_slow = f" where {MARGIN} is required" if best.speedup < MARGIN else ""
+    if not too_slow and dense_us < MARGIN * host_us:  # a step of many such calls would wait for the host
+        too_slow = f", but the host takes {host_us:.1f} us to start it"
+    if too_slow:
+        reason += too_slow
         return Verdict("dense", algorithm, sparse_us, dense_us, reason, measured=True)
     backend = "cpu" if uses_cpu_kernels(device) else "cusparselt"
     return Verdict(backend, algorithm, sparse_us, dense_us, reason, measured=True)
@@ -178,16 +184,19 @@ def kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
 
     On an H100, cuSPARSELt 0.8.0 compresses at 5 % of the bandwidth of a copy, and every step has new operands.
     """
+    return _kernels_compress(device, dtype)
+
+
+@cache  # every layer asks in every step
+def _kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in cusparselt.DTYPES or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    right = not first_use.verdicts(subject(device, dtype))["compress"]
-    return right and choose_kernels(device, dtype).implementation == "triton"
+    return choose_kernels(device, dtype).implementation == "triton" and stores_as_known(device, dtype)
 
 
 def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
-    """What is checked of cuSPARSELt on first use; on Hopper its layout too."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    operators = ("linear", "mm", "compress") if is_hopper else ("linear", "mm")
+    """What is checked of cuSPARSELt on first use."""
+    operators = ("linear", "mm")
     return first_use.Subject("cusparselt", operators, device, dtype, first_difference, str(cusparselt.version()))
 
 
@@ -291,6 +300,6 @@ def write(table: Table) -> None:
 
 def _parsed(record: list[Any]) -> tuple[tuple[str, GemmProblem], Entry]:
     environment, (m, n, k, dtype, column_major, transposed), candidates, failures = record
-    measured = [Measured(Algorithm(*found), float(sparse), float(dense)) for found, sparse, dense in candidates]
+    measured = [Measured(Algorithm(*found), *map(float, times)) for found, *times in candidates]
     problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
     return (str(environment), problem), Entry(tuple(measured), tuple(map(str, failures)))

@@ -82,7 +82,7 @@ class GemmBackend(Protocol):
             device: where it is.
 
         Returns:
-            `"dense"`, of which `encode` makes the operand, or what `linear` and `mm` multiply by as it is.
+            A form that `linear` and `mm` take as it is, or `"dense"`, which goes through `encode`.
         """
         return "dense"
 

@@ -102,7 +102,7 @@ def library_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) ->
     CUDA graph capture."""
     if device.type == "cuda":
         device = torch.device("cuda", _index(device))
-        if not _first_gpu:  # every plan and every matrix comes by here
+        if not _first_gpu:  # every plan comes by here
             _first_gpu.append(device.index)
     if device.type == "meta" or (m % UNPADDED == 0 and k % UNPADDED == 0):
         return unpadded_columns(k)

@@ -5,7 +5,7 @@ import operator
 import torch
 from torch import Tensor
 
-from ..formats import COMPRESSED_MULTIPLE, Packed
+from ..formats import SM90_MULTIPLE, Packed
 from ..prune import prune_forms
 from . import autotune, cpu_kernels, cusparselt
 from .backend import GemmBackend, GemmPlan, Operand
@@ -48,7 +48,8 @@ class CpuBackend(GemmBackend):
 
 
 class CusparseltBackend(GemmBackend):
-    """GEMMs on sparse tensor cores by the algorithms that autotuning found. cuSPARSELt compresses the operand."""
+    """GEMMs on sparse tensor cores by the algorithms that autotuning found. Pruning writes the compressed operand
+    where its kernels know the layout, otherwise cuSPARSELt compresses."""
 
     name = "cusparselt"
 
@@ -70,15 +71,15 @@ class CusparseltBackend(GemmBackend):
         return GemmPlan(self, verdict.reason, algorithm)
 
     def form(self, m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-        fits = m % COMPRESSED_MULTIPLE == 0 and k % COMPRESSED_MULTIPLE == 0
-        return "compressed" if fits and autotune.kernels_compress(device, dtype) else "dense"
+        fits = m % SM90_MULTIPLE == 0 and k % SM90_MULTIPLE == 0 and autotune.kernels_compress(device, dtype)
+        return "sm90" if fits and _columns(m, k, dtype, device) == cusparselt.unpadded_columns(k) else "dense"
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         matrix = super().encode(matrix).values
         m, k = matrix.shape
         cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
-        if self.form(m, k, matrix.dtype, matrix.device) == "compressed":  # the two largest of a group are what is there
-            return Operand(prune_forms(matrix, ["compressed"])[0])
+        if self.form(m, k, matrix.dtype, matrix.device) == "sm90":  # the two largest of a group are what is there
+            return Operand(prune_forms(matrix, ["sm90"])[0])
         return Operand(cusparselt.compress(matrix, _columns(m, k, matrix.dtype, matrix.device)))
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:

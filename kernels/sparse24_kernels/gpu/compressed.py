@@ -1,4 +1,4 @@
-"""Triton: the compressed form of a tile, see `reference.packed.compressed`."""
+"""Triton: the form of a tile for Hopper's sparse tensor cores, see `reference.packed.for_sm90`."""
 
 import triton
 import triton.language as tl

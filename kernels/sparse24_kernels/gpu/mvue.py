@@ -9,6 +9,7 @@ from ..formats import form_shape
 from ..reference.philox import ROUNDS
 from .compressed import store_compressed
 from .groups import COLS, LAUNCH, as_matrix, grid, join4, load4, on_its_device, split4, store4, store_transposed, tile
+from .prune import in_form
 
 
 @on_its_device
@@ -16,7 +17,7 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
     """One read of `x`, one write of the estimate; the key is read on the device. The reference has "approx" and packed
     forms."""
     if estimator == "approx" or "packed" in form:
-        return reference.mvue.mvue(x, key, n, m, dim, estimator, form)
+        return in_form(reference.mvue.mvue(x, key, n, m, dim, estimator, "dense"), form)
     if 0 < dim < x.dim() - 1:
         return mvue(x.movedim(dim, 0), key, n, m, 0, estimator, form).movedim(0, dim).contiguous()
     matrix, along = as_matrix(x, dim)
@@ -54,7 +55,7 @@ def _mvue_kernel(
         else:
             y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, u)
     # MVUE never shrinks a kept magnitude, so no cast underflows and `cast` needs no TINY.
-    if FORM == "compressed" or FORM == "compressed-transposed":
+    if FORM == "sm90" or FORM == "sm90-transposed":
         store_compressed(out, y0, y1, y2, y3, top, left, rows, columns, DIM, None)
     elif FORM == "transposed":
         store_transposed(out, y0, y1, y2, y3, top, left, rows, columns, None)

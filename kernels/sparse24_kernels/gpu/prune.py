@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from ..formats import form_shape
+from ..formats import FORMS, form_shape
 from .compressed import store_compressed
 from .groups import (
     LAUNCH,
@@ -40,7 +40,8 @@ def prune(
     """Every form in one pass: the weight is read once, each result written once. The reference makes packed forms, and
     prunes in groups that are not 2:4."""
     if (rule != "mask" and (n, m) != (2, 4)) or any("packed" in form for form in forms):
-        return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms)
+        (pruned,) = reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, ["dense"])
+        return [in_form(pruned, form) for form in forms]
     # A mask has no groups, and its packed bits are those of the last dimension.
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)
     rows, columns = matrix.shape
@@ -52,8 +53,8 @@ def prune(
             scale,
             out.get("dense"),
             out.get("transposed"),
-            out.get("compressed"),
-            out.get("compressed-transposed"),
+            out.get("sm90"),
+            out.get("sm90-transposed"),
             rows,
             columns,
             RULE=rule,
@@ -63,6 +64,13 @@ def prune(
             **LAUNCH,
         )
     return [out[form] for form in forms]
+
+
+def in_form(pruned: Tensor, form: str) -> Tensor:
+    """A pruned tensor in a form. The two largest of a group are those that are there."""
+    if "sm90" in form:
+        return prune(pruned, "magnitude", 2, 4, FORMS[form] or 0, None, None, pruned.dtype, [form])[0]
+    return reference.packed.in_form(pruned, form)
 
 
 @triton.jit

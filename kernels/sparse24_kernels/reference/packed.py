@@ -39,20 +39,20 @@ def in_form(pruned: Tensor, form: str) -> Tensor:
     matrix = pruned.t() if "transposed" in form else pruned
     if FORMS[form] is None:
         return matrix.clone(memory_format=torch.contiguous_format) if form == "transposed" else matrix.contiguous()
-    if "compressed" in form:
-        return compressed(matrix)
+    if "sm90" in form:
+        return for_sm90(matrix)
     mask = nm_mask((matrix != 0).to(matrix.dtype), 2, 4, 1, packed=False)
     parts = select(matrix, mask, 2, 4).view(-1), pack_bits(mask).view(-1).view(matrix.dtype)
     return torch.cat(parts).view(*form_shape(form, pruned.shape))
 
 
-def compressed(matrix: Tensor) -> Tensor:
+def for_sm90(matrix: Tensor) -> Tensor:
     """A 2:4 matrix `[R, K]` of 16-bit numbers, as Hopper's sparse tensor cores take it -> `[R, K * 9 / 16]`.
 
     First the values `[R, K/2]`, then their places, for each group of four in half a byte: the first, and 4 times the
     second. A byte has a group of row r, and in its high half that of row r + 8. Tiles of 64 rows and 8 groups follow
     each other along the rows; a tile has its bytes in the order of `permute` below. Found out on an H100 from what
-    cuSPARSELt 0.8.0 makes of random matrices; the sizes are multiples of 64, of which it pads none.
+    cuSPARSELt 0.8.0 makes of random matrices. In groups with fewer than two non-zeros it chooses other places.
     """
     rows, k = matrix.shape
     x = matrix.reshape(rows, k // 4, 4)
