@@ -220,7 +220,8 @@ STATED: dict[str, list[str]] = {
         GEMM,
         "perplexity over dense {oneshot_x:.2f} at 2:4, {oneshot_16_32_x:.2f} at 16:32; SparseGPT by llm-compressor "
         "{llm_compressor_x:.2f}",
-        "ends {s_ste_over:.2f} nats over dense; on another text {s_ste_size_low:.2f} to {s_ste_size_high:.2f}",
+        "ends {s_ste_over:.2f} nats over dense; on another text {s_ste_size_low:.2f} (3M parameters) to "
+        "{s_ste_size_high:.2f} (0.46M)",
         "Llama of 8 layers {llama_avx512_bf16:.2f} times as fast as dense, GPT-2 124M {gpt2_avx512_bf16:.2f}",
         "with AVX2 {llama_avx2:.2f} and {gpt2_avx2:.2f}",
         "| dense, PyTorch bf16 | {dense_mb:.0f} | 1.00 | {small_dense:.0f} | {large_dense:.1f} |",
