@@ -130,14 +130,11 @@ def _layer_cost(weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes
 def _encoding_bytes(weight: SparseWeight, sparse: tuple[str, ...], itemsize: int) -> float:
     """Bytes per element of the encodings of a step, each of which is written once."""
     gemms = weight.method.gemms
-    dense, compressed = set(), set()
-    for gemm in (gemms.output, gemms.grad_input):
-        operand = gemm.weight or PRUNED
-        if gemm.name in sparse:
-            compressed.add((operand, gemm.name))
-        else:
-            dense.add(operand)
-    return itemsize * (len(dense) + len(compressed) * COMPRESSED)
+    written = {
+        (gemm.weight or PRUNED, gemm.name if gemm.name in sparse else "dense")
+        for gemm in (gemms.output, gemms.grad_input)
+    }
+    return itemsize * sum(1 if form == "dense" else COMPRESSED for _, form in written)
 
 
 def _kept_mask(weight: SparseWeight) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
+from sparse24_kernels.gemm import GemmBackend, GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.backend import DENSE, Operand, encode_one, pruned_form
 from sparse24_kernels.gemm.problem import Algorithm
 from sparse24_kernels.prune import prune_forms
@@ -23,7 +23,6 @@ from .sections import Row, Run, Section
 from .timing import Call, Maker
 
 NAMES = ("output", "grad_input", "grad_weight")
-DENSE_PLAN = GemmPlan(DENSE, "requested")
 AUTO = 0.98  # a goal: times dense, of what `auto` runs, at every size
 
 MODELS = {"Llama 8B": (4096, 14336), "Llama 1B": (2048, 8192), "GPT-2 774M": (1280, 5120), "Llama 13B": (5120, 13824)}
@@ -143,20 +142,20 @@ class Operands:
         self.plan: GemmPlan = plan_gemm(layer.problems()[name], device, "cusparselt")
         self.scale, self.key = kernels.s_ste_scale(self.weight), torch.tensor(7, device=device)
         self.mask = kernels.transposable_mask(self.weight, packed=True)
-        self.packed = self.encoded(self.plan) if self.plan.is_sparse else None
+        self.packed = self.encoded(self.plan.backend) if self.plan.is_sparse else None
 
-    def pruned(self, plan: GemmPlan = DENSE_PLAN) -> tuple[Tensor, str]:
-        """`a` with its zeros, in the form that a plan takes: pruned by S-STE's rule, T-SR-STE's mask, or MVUE."""
+    def pruned(self, backend: GemmBackend = DENSE) -> tuple[Tensor, str]:
+        """`a` with its zeros in the form that a backend takes, and that: by S-STE's rule, T-SR-STE's mask, or MVUE."""
         source = self.grad if self.name == "grad_weight" else self.weight
-        form = pruned_form(plan.backend, source, self.name != "output", source.dtype)
+        form = pruned_form(backend, source, self.name != "output", source.dtype)
         if self.name == "grad_weight":
             return kernels.mvue(self.grad, dim=0, key=self.key, form=form), form
         soft = {"rule": "soft-threshold", "scale": self.scale}
         rule: dict[str, Any] = soft if self.name == "output" else {"rule": "mask", "mask": self.mask}
         return prune_forms(self.weight, [form], **rule)[0], form
 
-    def encoded(self, plan: GemmPlan) -> Operand:
-        return Operand(encode_one(plan.backend, *self.pruned(plan)))
+    def encoded(self, backend: GemmBackend) -> Operand:
+        return Operand(encode_one(backend, *self.pruned(backend)))
 
     def dense(self, a: Tensor, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         if self.name == "grad_weight":
@@ -164,7 +163,7 @@ class Operands:
         return nn.functional.linear(convert(self.b), convert(a), None if self.bias is None else convert(self.bias))
 
     def sparse(self, plan: GemmPlan, packed: Operand | None = None) -> Tensor:
-        operand = self.encoded(plan) if packed is None else packed
+        operand = self.encoded(plan.backend) if packed is None else packed
         if self.name == "grad_weight":
             return kernels.sparse_mm(operand, self.b, plan=plan)
         return kernels.sparse_linear(self.b, operand, self.bias, plan=plan)

@@ -149,8 +149,7 @@ def train(entry: str, method: str) -> dict[str, Any]:
     return {"step_us": step * 1e6, **rates, "loss": loss, "peak GB": peak}
 
 
-SIZES: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "vocab_size": 1024}
-SIZES |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+SIZES = LLAMA_8B | {"vocab_size": 1024}
 CONTEXT = 128
 
 
