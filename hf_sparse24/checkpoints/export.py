@@ -105,7 +105,7 @@ def export_model(
 
 
 def _export(model: Any, directory: Path, format: str, max_shard_size: int | str, values: str) -> None:
-    weights = sparse_weights(model, TRAINED)
+    weights = sparse_weights(model, TRAINED, every_name=True)
     wrong = wrong_states(sparse_weights(model))
     if wrong:
         raise ValueError(f"the model is damaged, load it again ({AVERAGED}): {wrong}")
@@ -161,7 +161,7 @@ def _write(
     saved: SavedConfig = model.config.quantization_config
     saved = saved if saved.facts.packed is None else packed_config(saved, None)
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
-    patterns = {name: weight.pattern for name, weight in sparse_weights(model, TRAINED).items()}
+    patterns = {name: weight.pattern for name, weight in sparse_weights(model, TRAINED, every_name=True).items()}
     fields: dict[str, Any] = model.config.__dict__
     hidden: dict[str, Any] = {
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields

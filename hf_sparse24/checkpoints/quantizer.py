@@ -236,5 +236,5 @@ def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Spa
 
 def _method_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers and Parameters of the method, by their names in a checkpoint."""
-    states = (weight.state.in_model(name) for name, weight in sparse_weights(model).items())
+    states = (weight.state.in_model(name) for name, weight in sparse_weights(model, every_name=True).items())
     return {name: tensor for state in states for name, tensor in state.items()}

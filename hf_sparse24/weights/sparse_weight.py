@@ -261,21 +261,24 @@ def wrong_states(weights: Mapping[str, SparseWeight]) -> str | None:
     return "; ".join(wrong[:5]) or None
 
 
-def sparse_weights(model: nn.Module, storage: type[Storage] | UnionType = DenseMaster) -> dict[str, SparseWeight]:
+def sparse_weights(
+    model: nn.Module, storage: type[Storage] | UnionType = DenseMaster, every_name: bool = False
+) -> dict[str, SparseWeight]:
     """The sparse weights of a model.
 
     Args:
         model: any model, patched or not.
         storage: which of them, by a class of `hf_sparse24.weights.storage`: those with a dense master weight,
             `TRAINED` with packed masters too, `PACKED` without a dense master, or all, `Storage`.
+        every_name: whether a module that the model has under several names is found under each, as in its
+            `state_dict`, or under the first one.
 
     Returns:
-        `SparseWeight` by the dense Parameter's name, in module order; modules that are shared count once. Empty for a
-        model that has none.
+        `SparseWeight` by the dense Parameter's name, in module order. Empty for a model that has none.
     """
     return {
         f"{prefix}.{name}" if prefix else name: weight
-        for prefix, module in model.named_modules()
+        for prefix, module in model.named_modules(remove_duplicate=not every_name)
         for name, weight in cast(dict[str, SparseWeight], module.__dict__.get("sparse24", {})).items()
         if isinstance(weight.storage, storage)
     }

@@ -357,9 +357,14 @@ def test_exporting_a_part_leaves_the_config_of_the_whole(tmp_path):
     assert model.config.quantization_config.to_dict() == before
 
 
-def test_a_packed_export_of_weights_that_layers_share_is_refused(tmp_path):
+@pytest.mark.parametrize("shared", ["layer", "weight"])
+def test_shared_weights_are_exported_under_each_name_and_refused_packed(shared, tmp_path):
     model = zoo.build("llama")
-    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    if shared == "layer":
+        second.up_proj = first.up_proj
+    else:
+        second.up_proj.weight = first.up_proj.weight
     patch_model(model, Sparse24Config(method="s-ste"))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is the weight of another layer too"):
         export_model(model, tmp_path / "packed", format="packed")
