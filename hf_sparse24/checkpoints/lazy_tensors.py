@@ -1,6 +1,6 @@
 """The tensors that an export writes: their names, dtypes and shapes are known at once, their values on request."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, cast
 
 import sparse24_kernels as kernels
@@ -50,17 +50,24 @@ def dense_tensors(model: PreTrainedModel, weights: Weights) -> list[LazyTensors]
     converted = revert_weight_conversion(model, dict(like))
     if all(converted.get(name) is tensor for name, tensor in like.items()):
         return own
-    # Most conversions, such as splitting a stack of experts, take one tensor each.
-    one_by_one = [lazy._replace(like=revert_weight_conversion(model, dict(lazy.like))) for lazy in own]
-    shapes = {name: tensor.shape for lazy in one_by_one for name, tensor in lazy.like.items()}
-    if shapes == {name: tensor.shape for name, tensor in converted.items()}:
-        return [_converted(model, lazy) for lazy in one_by_one]
-    every = LazyTensors(converted, lambda: {name: x for lazy in own for name, x in lazy.compute().items()})
-    return [_converted(model, every)]
+    alone = [revert_weight_conversion(model, dict(lazy.like)) for lazy in own]
+    together: dict[tuple[str, ...], list[LazyTensors]] = {}  # such as q, k and v, which files hold as one tensor
+    for names, lazy in zip(map(tuple, alone), own):
+        together.setdefault(names, []).append(lazy)
+    found = [_converted(model, parts) for parts in together.values()]
+    shapes = {name: tensor.shape for lazy in found for name, tensor in lazy.like.items()}
+    return found if shapes == {name: x.shape for name, x in converted.items()} else [_converted(model, own)]
 
 
-def _converted(model: PreTrainedModel, lazy: LazyTensors) -> LazyTensors:
-    return lazy._replace(compute=lambda: revert_weight_conversion(model, dict(lazy.compute())))
+def _converted(model: PreTrainedModel, parts: list[LazyTensors]) -> LazyTensors:
+    """Tensors of the model as the tensors of its architecture's files that are made of them."""
+
+    def convert(tensors: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return revert_weight_conversion(model, {name: x for part in tensors for name, x in part.items()})
+
+    groups = {lazy.groups for lazy in parts}
+    shared = groups.pop() if len(groups) == 1 else None
+    return LazyTensors(convert(lazy.like for lazy in parts), lambda: convert(lazy.compute() for lazy in parts), shared)
 
 
 def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:

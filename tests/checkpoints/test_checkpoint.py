@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -23,6 +23,7 @@ from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.facts import RunFacts
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config, set_phase
+from hf_sparse24_command import main
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
 
@@ -370,3 +371,20 @@ def test_shared_weights_are_exported_under_each_name_and_refused_packed(shared, 
         export_model(model, tmp_path / "packed", format="packed")
     export_model(model, tmp_path / "dense")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), logits(model.eval()))
+
+
+@pytest.mark.skipif("gte" not in CONFIG_MAPPING, reason="later than the lowest version of Transformers")
+def test_layers_that_files_hold_as_one_are_listed_and_verified(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModel.from_config(CONFIG_MAPPING["gte"](**sizes, vocab_size=zoo.VOCAB)).eval()
+    patch_model(model, Sparse24Config(method="s-ste", target_modules="all-linear", exclude_modules=["k_proj"]))
+    export_model(model, tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    listed = json.loads((tmp_path / "sparse24.json").read_text())["weights"]
+    assert {name.split(".", 3)[3] for name in listed} == {
+        "attention.o_proj.weight",
+        "mlp.up_gate_proj.weight",
+        "mlp.down_proj.weight",
+    }
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(torch.arange(1, 9)[None])[0], model(torch.arange(1, 9)[None])[0])
