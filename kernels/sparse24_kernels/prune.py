@@ -238,7 +238,8 @@ def _near_one(weight: Tensor) -> Tensor:
         return weight
     largest = torch.stack(torch.aminmax(weight)).abs().max().double().nan_to_num(nan=1.0, posinf=1.0)
     exponent = largest.frexp().exponent
-    factor = torch.where(exponent.abs() <= 40, 1.0, torch.exp2(-exponent.clamp(-126, 126).double())).to(weight.dtype)
+    most = 1022 if weight.dtype == torch.float64 else 126
+    factor = torch.where(exponent.abs() <= 40, 1.0, torch.exp2(-exponent.clamp(-most, most).double())).to(weight.dtype)
     # To look at the factor on a GPU would wait for it, which a captured graph cannot.
     return weight if weight.is_cpu and factor == 1 else weight * factor
 

@@ -84,10 +84,10 @@ def test_s_ste_scale_matches_the_papers_values(draw, rule, beta):
 
 
 @pytest.mark.parametrize("rule", ["mse", "l1"])
-@pytest.mark.parametrize("exponent", [-130, -83, -41, 60, 64, 119])
+@pytest.mark.parametrize("exponent", [-1000, -130, -83, -41, 60, 64, 119, 1000])
 def test_s_ste_scale_of_weights_of_any_size(exponent, rule):
-    """Where squares, or sums of them, are beyond fp32 too."""
-    weight = torch.randint(-128, 129, (64, 64)).float()
+    """Where squares, or sums of them, are beyond fp32, or fp64, too."""
+    weight = torch.randint(-128, 129, (64, 64)).to(torch.float64 if abs(exponent) == 1000 else torch.float32)
     assert torch.equal(kernels.s_ste_scale(weight * 2.0**exponent, rule=rule), kernels.s_ste_scale(weight, rule=rule))
 
 

@@ -38,6 +38,36 @@ def test_kernels_equal_the_reference(path):
             check(case, CPU, cpu)
 
 
+@every_path
+def test_small_fp16_numbers_survive_where_fp32_flushes_its_own(path):
+    weight = torch.tensor([3e-5, -6e-8, 6e-5, 1e-7], dtype=torch.float16)
+    with patch.object(LIBRARY, "path", path):
+        expected = kernels.nm_prune(weight)
+        assert torch.set_flush_denormal(True)
+        try:
+            assert torch.equal(kernels.nm_prune(weight), expected) and expected.count_nonzero() == 2
+        finally:
+            torch.set_flush_denormal(False)
+
+
+@every_path
+@pytest.mark.parametrize("byte", [2, 127, 128, 255])
+def test_every_byte_but_0_is_a_bool_that_is_true(path, byte):
+    """Views and files have others than 1, which no operation of torch writes."""
+    weight, mask = torch.randn(8, 36), torch.rand(8, 36) > 0.5
+    odd = (mask.to(torch.uint8) * byte).view(torch.bool)
+    with patch.object(LIBRARY, "path", path):
+        assert torch.equal(kernels.apply_mask(weight, odd), weight * mask)
+        for form, x in (("packed", torch.randn(32, 64)), ("packed-transposed", torch.randn(32, 64))):
+            keep = kernels.nm_mask(x, dim=-1 if form == "packed" else 0)
+            same = (keep.to(torch.uint8) * byte).view(torch.bool)
+            assert torch.equal(*(kernels.prune.prune_forms(x, [form], "mask", mask=each)[0] for each in (keep, same)))
+        decayed = [torch.zeros(8, 36), torch.zeros(8, 36)]
+        for grad, each in zip(decayed, (mask, odd)):
+            kernels.masked_decay_(grad, weight, each, 0.5)
+        assert torch.equal(*decayed)
+
+
 def test_they_are_chosen():
     for operator, function in vars(cpu.OPERATORS).items():
         choice = dispatch.choose_kernels(CPU, operator=operator)

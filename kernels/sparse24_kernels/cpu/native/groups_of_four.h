@@ -135,12 +135,12 @@ struct Same {  // of what was masked as it was read
 template <class Rule> constexpr bool IS_MASKED = false;
 template <> constexpr bool IS_MASKED<Same> = true;
 
-// Bit j of the result's byte j is bit j of a byte: eight bools, and back.
+// Bit j of the result's byte j is bit j of a byte: eight bools.
 inline uint64_t bools_of(uint8_t bits) {
   return (((bits * 0x0101010101010101u) & 0x8040201008040201u) + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
 }
 
-// The mask's bools for `count` elements: its own, or made in `buffer` of the bits that begin with a byte.
+// The mask's bools for `count` elements, true where not 0: its own, or made in `buffer` of the bits from a byte on.
 inline const int8_t* bools_at(const Pruning& p, int64_t element, int64_t byte, int64_t count, uint64_t* buffer) {
   if (p.rule != BITS && p.rule != DECAY_BITS) return (const int8_t*)p.mask + element;
   for (int64_t i = 0; i < (count + 7) / 8; i++) buffer[i] = bools_of(p.mask[byte + i]);
@@ -225,7 +225,7 @@ int along_rows(const Pruning& p, const Rule& rule, const Result& result) {
       if constexpr (IS_MASKED<Rule>) {
         load_row(bools_at(p, at, at / 8, count, bools), count, keep);
         for (int i = 0; i < 4; i++)
-          for (int g = 0; g < N; g++) x[i][g] *= keep[i][g];  // so that a NaN shows
+          for (int g = 0; g < N; g++) x[i][g] *= (float)(keep[i][g] != 0);  // so that a NaN shows
       }
       rule(x, nullptr, y);
       result.rows(y, at, count);
@@ -267,7 +267,7 @@ int along_columns(const Pruning& p, const Rule& rule, const Result& result) {
           for (int64_t line = 0; line < N; line += 64 / sizeof(X)) __builtin_prefetch((const X*)p.x + at + N + line);
         if constexpr (IS_MASKED<Rule>) {
           const int8_t* keep = bools_at(p, at, (row + i) * ((p.after + 7) / 8) + column / 8, count, bools);
-          for (int64_t g = 0; g < count; g++) to[g] *= to_float(keep[g]);
+          for (int64_t g = 0; g < count; g++) to[g] *= (float)(keep[g] != 0);
         }
       }
       for (int64_t group = 0; 4 * group < members; group++) {

@@ -68,8 +68,9 @@ inline float to_float(int8_t i) { return i; }
 inline float to_float(bf16 b) { return as_float((uint32_t)b.bits << 16); }
 inline float to_float(fp16 h) {
   uint32_t sign = (uint32_t)(h.bits & 0x8000) << 16, rest = (uint32_t)(h.bits & 0x7fff) << 13;
-  if (rest >= 0x0f800000) return as_float(sign | rest | 0x7f800000);  // inf and NaN
-  return as_float(sign | as_bits(as_float(rest) * 0x1p112f));         // subnormal numbers too
+  const uint32_t subnormal = as_bits((float)(h.bits & 0x3ff) * 0x1p-24f);  // or zero; also where fp32 flushes its own
+  if (rest >= 0x0f800000) return as_float(sign | rest | 0x7f800000);       // inf and NaN
+  return as_float(sign | (rest < 0x00800000 ? subnormal : rest + 0x38000000));
 }
 
 // Rounds to the nearest, ties to even, as torch does. NaN stays NaN.

@@ -79,7 +79,7 @@ int masked(const Pruning& p, const F& f) {
 template <class X, class Y>
 int apply_mask(const Pruning& p) {
   return masked<X, Y>(p, [](const X* x, const int8_t* keep, int64_t count, Y* y) {
-    for (int64_t i = 0; i < count; i++) store(to_float(x[i]) * (float)keep[i], y + i);  // so that a NaN shows
+    for (int64_t i = 0; i < count; i++) store(to_float(x[i]) * (float)(keep[i] != 0), y + i);  // so that a NaN shows
   });
 }
 
@@ -88,7 +88,7 @@ int decay(const Pruning& p) {
 #if defined(__FMA__) || defined(__aarch64__)
   return masked<float, float>(p, [&](const float* x, const int8_t* keep, int64_t count, float* y) {
     const float scale = p.scale;
-    for (int64_t i = 0; i < count; i++) y[i] = __builtin_fmaf(x[i] * (float)(1 - keep[i]), scale, y[i]);
+    for (int64_t i = 0; i < count; i++) y[i] = __builtin_fmaf(x[i] * (float)(keep[i] == 0), scale, y[i]);
   });
 #else
   return (void)p, 1;
