@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,9 @@ def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tenso
     values, inputs = packed.values, packed.columns
     if torch.compiler.is_compiling() or x.shape[-1:] != (inputs,) or x.dtype != packed.dtype:
         return packed_linear(x, packed, bias)
-    plan = _kept_plan(x.numel() // inputs, values.shape, inputs, packed.m, x.dtype, values.dtype, x.device)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    sizes = (x.numel() // inputs, values.shape, inputs, packed.m)
+    plan = _kept_plan(deterministic, *sizes, x.dtype, values.dtype, x.device)
     return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
 
 
@@ -109,8 +112,12 @@ def _plan_packed(
     return plan_packed(problem._replace(is_int8=values == torch.int8), device)
 
 
-_kept_plan = lru_cache(maxsize=4096)(_plan_packed)
-limits.on_change(_kept_plan.cache_clear)
+@lru_cache(maxsize=4096)
+def _kept_plan(deterministic: bool, *sizes: Any) -> GemmPlan:
+    return _plan_packed(*sizes)
+
+
+limits.ON_CHANGE.append(_kept_plan.cache_clear)
 
 
 def sparse_mm(sparse: Tensor | Operand, dense: Tensor, *, plan: GemmPlan | None = None) -> Tensor:

@@ -187,6 +187,7 @@ UNREADABLE = {
     "binary": lambda text: "\x00\udcff\udcfe",
     "nested": lambda text: "[" * 100_000,
     "a time beyond floats": lambda text: text.replace("50.0", "1" + "0" * 1000),
+    "a time that is no number": lambda text: text.replace("50.0", "NaN"),
     "newer format": edited(format=8),
     "a bad entry": edited(entries=[1]),
     "an unknown dtype": lambda text: text.replace("bfloat16", "float7"),

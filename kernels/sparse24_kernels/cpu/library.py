@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def _find() -> Library:
     name = f"native-{build.fingerprint()}"
     shipped = Path(__file__).parent / f"{name}.so"
     if shipped.exists():
-        return _opened(shipped)
+        with suppress(build.BuildError):  # made for a later system than this
+            return _opened(shipped)
     folder = cache_folder()
     return _kept(folder, name) or _compiled(folder, name)
 

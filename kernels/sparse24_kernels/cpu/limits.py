@@ -7,16 +7,16 @@ import json
 import math
 import re
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from timeit import timeit
 from typing import NamedTuple
 
 import torch
 
 from .. import reference
-from ..cache_folder import cache_folder, write_json
+from ..cache_folder import cache_folder, locked, write_json
 from ..first_use import device_name
 from ..formats import Packed, Pattern, scale_columns
 from . import build
@@ -54,11 +54,9 @@ SHIPPED: dict[str, dict[tuple[str, str], int | None]] = {
 against what torch runs on CPUs of that kind; fp32 on AMX is the code of AVX-512."""
 
 _measured: Limits | None = None
-_changed: list[Callable[[], None]] = []
 
-
-def on_change(forget: Callable[[], None]) -> None:
-    _changed.append(forget)
+ON_CHANGE: list[Callable[[], None]] = []
+"""What is called when tuning has changed what runs packed weights."""
 
 
 def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> Layer:
@@ -111,10 +109,11 @@ def tune(
                 (tokens, *_times(each, tokens)) for tokens in TOKENS
             ]
         on_progress(done + 1)
-    _measured = (_measured or _read()) | {layer: limit(times) for layer, times in found.items()}
-    for forget in _changed:
+    with locked(_path()):  # others may have saved theirs meanwhile
+        _measured = _read() | {layer: limit(times) for layer, times in found.items()}
+        write_json(_path(), list(_measured.items()))
+    for forget in ON_CHANGE:
         forget()
-    write_json(_path(), list(_measured.items()))
     return found
 
 
@@ -131,20 +130,15 @@ def _times(packed: Packed, tokens: int) -> tuple[float, float]:
 
 
 def in_turns(ours: Callable[[], object], dense: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Microseconds of both, medians of calls that take turns."""
-    ways = (ours, dense)
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 1):
-        for way, taken in zip(ways, times):
-            start = time.perf_counter()
-            way()
-            taken += [time.perf_counter() - start] if number else []  # the first one warms up
-    return 1e6 * statistics.median(times[0]), 1e6 * statistics.median(times[1])
+    """Microseconds of both, medians of calls that take turns; the first ones warm up."""
+    times = [(timeit(ours, number=1), timeit(dense, number=1)) for _ in range(rounds + 1)][1:]
+    return 1e6 * statistics.median(time for time, _ in times), 1e6 * statistics.median(time for _, time in times)
 
 
 def _path() -> Path:
     cpu = device_name(torch.device("cpu"))
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"cpu_{cpu}_{loaded().path}_{torch.__version__}").strip("-")
+    facts = f"cpu_{cpu}_{loaded().path}_threads_{torch.get_num_threads()}_{torch.__version__}"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", facts).strip("-")
     return cache_folder() / f"{name}-{build.fingerprint()}.json"
 
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import first_use
-from ..cache_folder import cache_folder, write_json
+from ..cache_folder import cache_folder, locked, write_json
+from ..cpu import limits
 from ..cpu.library import loaded
 from ..dispatch import choose_kernels
 from . import cpu_kernels, cusparselt
@@ -69,11 +70,11 @@ class Verdict(NamedTuple):
     """
 
     backend: str
-    algorithm: Algorithm | None
-    sparse_us: float | None
-    dense_us: float | None
-    reason: str
-    measured: bool
+    algorithm: Algorithm | None = None
+    sparse_us: float | None = None
+    dense_us: float | None = None
+    reason: str = ""
+    measured: bool = True
 
 
 _given: dict[tuple[GemmProblem, torch.device, bool], Verdict] = {}
@@ -142,34 +143,27 @@ def _verdict(
 
 def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> Verdict:
     if reason := unsupported_device(device) or unsupported_matrix(problem, device):
-        return _unmeasured(reason)
+        return Verdict("dense", reason=reason, measured=False)
     if not _tables:
         _tables.append(read())
     entry = _tables[0].get((current_environment(device), problem))
     if entry is None:
-        return _unmeasured(NOT_TUNED)
+        return Verdict("dense", reason=NOT_TUNED, measured=False)
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
     if not entry.candidates:
         reason = ": ".join((where, "no algorithm passes the checks", *entry.failures[:1]))
-        return Verdict("dense", None, None, None, reason, measured=True)
+        return Verdict("dense", reason=reason)
     usable = [found for found in entry.candidates if found.algorithm.split_k == 1 or not deterministic]
     if not usable:
-        return Verdict("dense", None, None, None, f"{where}: no algorithm is deterministic", measured=True)
+        return Verdict("dense", reason=f"{where}: no algorithm is deterministic")
     algorithm, sparse_us, dense_us, host_us = best = max(usable, key=lambda found: found.speedup)
     reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
-    refused = ""
-    if best.speedup < MARGIN:
-        refused = f" where {MARGIN} is required"
-    elif dense_us < MARGIN * host_us:  # a step of many such calls would wait for the host
-        refused = f", but the host takes {host_us:.1f} us to start it"
-    if refused:
-        return Verdict("dense", algorithm, sparse_us, dense_us, reason + refused, measured=True)
     backend = "cpu" if uses_cpu_kernels(device) else "cusparselt"
-    return Verdict(backend, algorithm, sparse_us, dense_us, reason, measured=True)
-
-
-def _unmeasured(reason: str) -> Verdict:
-    return Verdict("dense", None, None, None, reason, measured=False)
+    if best.speedup < MARGIN:
+        backend, reason = "dense", f"{reason} where {MARGIN} is required"
+    elif dense_us < MARGIN * host_us:  # a step of many such calls would wait for the host
+        backend, reason = "dense", f"{reason}, but the host takes {host_us:.1f} us to start it"
+    return Verdict(backend, algorithm, sparse_us, dense_us, reason)
 
 
 @torch.compiler.assume_constant_result
@@ -223,7 +217,7 @@ def tune(
             except (Rejected, torch.OutOfMemoryError) as error:
                 reason = f"the problem cannot be tried: {str(error)[:200]}"
         if reason is not None:
-            unmeasured[problem] = _unmeasured(reason)
+            unmeasured[problem] = Verdict("dense", reason=reason, measured=False)
     return {found: unmeasured.get(found._replace(n=bucket(found.n))) or choose(found, device) for found in problems}
 
 
@@ -264,12 +258,14 @@ def _give_up_after_a_fault(device: torch.device) -> None:
 
 
 def _remember(problem: GemmProblem, device: torch.device, entry: Entry) -> None:
-    with _lock:
+    with _lock, locked(table_path()):
         table = read() | {(current_environment(device), problem): entry}  # others may have saved theirs meanwhile
         write(table)
         _tables[:] = [table]
         for key in [key for key in _given if key[0] == problem]:
             del _given[key]
+    for forget in limits.ON_CHANGE:
+        forget()
 
 
 def read() -> Table:
@@ -302,5 +298,7 @@ def write(table: Table) -> None:
 def _parsed(record: list[Any]) -> tuple[tuple[str, GemmProblem], Entry]:
     environment, (m, n, k, dtype, column_major, transposed), candidates, failures = record
     measured = [Measured(Algorithm(*found), *map(float, times)) for found, *times in candidates]
+    if not all(found.sparse_us > 0 and found.dense_us > 0 for found in measured):
+        raise ValueError("a time is not above 0")
     problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
     return (str(environment), problem), Entry(tuple(measured), tuple(map(str, failures)))

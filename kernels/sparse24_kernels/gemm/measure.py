@@ -11,7 +11,7 @@ needs 20. That is measured apart.
 
 import math
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -126,14 +126,9 @@ def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float
     return us, dense, host_us(call)
 
 
-def host_us(call: Callable[[], Tensor], times: int = 9) -> float:
+def host_us(call: Callable[[], Tensor]) -> float:
     """Microseconds that the host takes to start a call on the device."""
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found) * 1e6
+    return 1e6 * statistics.median(timeit.repeat(call, number=1, repeat=9))
 
 
 def sampler(call: Callable[[], Tensor]) -> Callable[[], tuple[float, Tensor]]:

@@ -118,6 +118,12 @@ def test_the_one_in_the_wheel_comes_first(compiler, cache, real, tmp_path, monke
     assert load().functions._name != str(shipped) and links(compiler) == 1
 
 
+def test_one_in_the_wheel_that_does_not_load_is_compiled(compiler, tmp_path, monkeypatch):
+    (tmp_path / f"native-{build.fingerprint()}.so").write_bytes(b"made for another system")
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    assert isinstance(load(), library.Library) and links(compiler) == 1
+
+
 def test_no_compiler(cache, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")

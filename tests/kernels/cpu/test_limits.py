@@ -23,7 +23,7 @@ def nothing_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))
     monkeypatch.setattr(limits, "_measured", None)
     yield
-    for forget in limits._changed:
+    for forget in limits.ON_CHANGE:
         forget()
 
 
@@ -69,6 +69,28 @@ def test_limits_outlive_the_process_and_damage_counts_as_nothing(slower_from, mo
     monkeypatch.setattr(limits, "_measured", None)
     with pytest.warns(UserWarning, match="cannot be read"):
         assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
+
+
+def test_what_others_measured_meanwhile_is_kept_and_other_threads_have_their_own(slower_from, monkeypatch):
+    slower_from(64)
+    limits.tune([(32, 64, PATTERN)], BF16)
+    monkeypatch.setattr(limits, "_measured", {})  # as of a process that read before
+    limits.tune([(64, 128, PATTERN)], BF16)
+    assert most_tokens(BF16, BF16, 32, 64)[1].endswith("32 x 64")
+    monkeypatch.setattr(limits, "_measured", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
+
+
+def test_a_layer_plans_again_where_algorithms_must_be_deterministic(monkeypatch):
+    packed, x = kernels.pack_nm(torch.randn(32, 64)), torch.randn(21, 64)
+    plan, asked = kernels.matmul.plan_packed, []
+    monkeypatch.setattr(kernels.matmul, "plan_packed", lambda *problem: asked.append(problem) or plan(*problem))
+    for deterministic in (False, True, True):
+        torch.use_deterministic_algorithms(deterministic)
+        kernels.matmul.packed_layer(x, packed)
+    torch.use_deterministic_algorithms(False)
+    assert len(asked) == 2
 
 
 def test_a_layer_takes_the_new_limit_at_once(slower_from, monkeypatch):
