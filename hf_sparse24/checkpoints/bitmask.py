@@ -61,7 +61,7 @@ def convert_checkpoint(
         (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if (source / GENERATION_CONFIG_NAME).exists():
             shutil.copyfile(source / GENERATION_CONFIG_NAME, new / GENERATION_CONFIG_NAME)
-        write_manifest(new, "dense", sparse, hashes, SavedConfig(ours).to_dict(), {})
+        write_manifest(new, "dense", sparse, hashes, SavedConfig(ours).to_dict())
 
 
 def _read_dense_config(source: Path) -> tuple[dict[str, Any], bool]:

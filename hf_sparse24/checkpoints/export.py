@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
+from sparse24_kernels import Pattern
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -156,12 +157,11 @@ def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str)
 
 def _write(
     model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, values: str
-) -> dict[str, int]:
+) -> dict[str, tuple[int, Pattern]]:
     """Write a whole checkpoint into the empty folder `new`; return what `write_weights` says of its sparse tensors."""
     saved: SavedConfig = model.config.quantization_config
     saved = saved if saved.facts.packed is None else packed_config(saved, None)
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
-    patterns = {name: weight.pattern for name, weight in sparse_weights(model, TRAINED, every_name=True).items()}
     fields: dict[str, Any] = model.config.__dict__
     hidden: dict[str, Any] = {
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
@@ -173,9 +173,9 @@ def _write(
         index = PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME
         sparse, hashes = write_weights(new, files, index, fingerprint)
         if format == "packed":
-            names = [lazy.packed for group in files.values() for lazy in group if lazy.packed is not None]
             headers = {file: header_hash(new / file) for file in hashes}
-            packed = PackedFormat({name: patterns[name] for name in names}, headers, values)
+            names = [lazy.packed for group in files.values() for lazy in group if lazy.packed is not None]
+            packed = PackedFormat({name: sparse[name][1] for name in names}, headers, values)
             model.config.quantization_config = packed_config(saved, packed)
             name_parts(model.config, type(model).__name__)
             model.config.save_pretrained(new)
@@ -184,20 +184,19 @@ def _write(
     finally:
         fields.update(hidden)
         name_parts(model.config, None)
-    others = {name: str(pattern) for name, pattern in patterns.items() if str(pattern) != saved.config.pattern}
-    write_manifest(new, format, sparse, hashes, saved.to_dict(), others)
+    write_manifest(new, format, sparse, hashes, saved.to_dict())
     return sparse
 
 
 def write_weights(
     new: Path, files: dict[str, list[LazyTensors]], index_name: str, fingerprint: str
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Write the files of the weights, and the index of several; return the dimension of the groups of each sparse
-    tensor, and the sha256 of each file, by name."""
+) -> tuple[dict[str, tuple[int, Pattern]], dict[str, str]]:
+    """Write the files of the weights, and the index of several; return the dimension and the pattern of the groups of
+    each sparse tensor, and the sha256 of each file, by name."""
     if len(files) > 1:  # a reader with another export's index finds that export's files or an error, never these
         files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
     metadata = {"format": "pt", MARK: fingerprint}
-    sparse: dict[str, int] = {}
+    sparse: dict[str, tuple[int, Pattern]] = {}
     hashes: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     size = 0
@@ -213,15 +212,17 @@ def write_weights(
     return sparse, hashes
 
 
-def _computed(group: list[LazyTensors], sparse: dict[str, int], progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file one by one, and write to `sparse` the dimension of the groups of each sparse one."""
+def _computed(
+    group: list[LazyTensors], sparse: dict[str, tuple[int, Pattern]], progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file one by one, and write to `sparse` what `write_weights` returns of them."""
     for lazy in group:
-        if lazy.packed is not None:
-            sparse[lazy.packed] = -1
+        if lazy.packed is not None and lazy.groups is not None:
+            sparse[lazy.packed] = lazy.groups
         for name, tensor in lazy.compute().items():
-            if lazy.groups is not None:
+            if lazy.packed is None and lazy.groups is not None:
                 dim = sparse_dim(tensor, *lazy.groups)
-                sparse |= {} if dim is None else {name: dim}
+                sparse |= {} if dim is None else {name: (dim, lazy.groups[1])}
             yield name, tensor
         progress.update()
 

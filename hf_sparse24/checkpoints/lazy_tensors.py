@@ -83,7 +83,7 @@ def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
         form = kernels.quantize_packed(form) if values == "int8" else form
         return dict(zip(like, (x for x in form[:3] if x is not None)))
 
-    return LazyTensors(like, compute, packed=name)
+    return LazyTensors(like, compute, (-1, weight.pattern), name)
 
 
 def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensors:

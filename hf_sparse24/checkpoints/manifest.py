@@ -161,10 +161,15 @@ def _values(tensors: Tensors, name: str) -> str | None:
 
 
 def write_manifest(
-    directory: Path, format: str, weights: dict, files: dict, config: dict[str, Any], patterns: dict[str, str]
+    directory: Path, format: str, sparse: dict[str, tuple[int, Pattern]], files: dict, config: dict[str, Any]
 ) -> None:
-    """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict."""
-    manifest = {"format": format, "weights": weights, "files": files, "config": config}
+    """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict.
+
+    `sparse` has the dimension and the pattern of the groups of each sparse tensor.
+    """
+    weights = {name: dim for name, (dim, _) in sparse.items()}
+    patterns = {name: str(pattern) for name, (_, pattern) in sparse.items() if str(pattern) != config["pattern"]}
+    manifest: dict[str, Any] = {"format": format, "weights": weights, "files": files, "config": config}
     manifest |= {"patterns": patterns} if patterns else {}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 

@@ -388,3 +388,13 @@ def test_layers_that_files_hold_as_one_are_listed_and_verified(tmp_path):
     }
     loaded = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(loaded(torch.arange(1, 9)[None])[0], model(torch.arange(1, 9)[None])[0])
+
+
+def test_patterns_are_listed_by_the_names_in_files(tmp_path):
+    """Where files hold each expert of a stack as a tensor."""
+    config = Sparse24Config(method="s-ste", pattern="1:4", layer_patterns={"down_proj": "2:4"})
+    patch_model(model := zoo.build("mixtral"), config)
+    export_model(model, tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    patterns = json.loads((tmp_path / "sparse24.json").read_text())["patterns"]
+    assert {name.rpartition("experts.")[2] for name in patterns} == {"0.w2.weight", "1.w2.weight"}
