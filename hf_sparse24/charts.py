@@ -89,8 +89,8 @@ def line_chart(
     return figure
 
 
-def heat_map(rows: Sequence[tuple[str, Sequence[float | None]]], edges: Sequence[float], unit: str) -> "Figure":
-    """Cells by row and step, the darker the larger, with a scale. Shades follow the square root of the value.
+def heat_map(rows: Sequence[tuple[str, Sequence[float | None]]], edges: Sequence[float]) -> "Figure":
+    """Cells in percent by row and step, the darker the larger, with a scale. Shades follow the value's square root.
 
     A row is its name and a value for each column, or None; `edges` are those of the columns on the x axis.
     """
@@ -107,7 +107,7 @@ def heat_map(rows: Sequence[tuple[str, Sequence[float | None]]], edges: Sequence
         axes.set(xlabel=X_LABEL, xlim=(edges[0], edges[-1]), ylim=(len(rows), 0))
         scale = figure.colorbar(mesh, location="top", shrink=0.3, aspect=40, anchor=(0, 0), pad=0.01)
         scale.set_ticks([largest * part**2 for part in (0, 1 / 3, 2 / 3, 1)])
-        scale.ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}{unit}")
+        scale.ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}%")
         scale.outline.set_visible(False)
         scale.ax.tick_params(length=0)
     return figure

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .facts import FACTS, RunFacts
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
 from .methods.settings import FORMER_DEFAULTS, SHARED, Check, MethodSettings, one_of, plain
-from .module_names import check_module_names
+from .module_names import ModuleNames
 from .progress import get_logger
 from .tables import shown
 from .version import __version__
@@ -100,7 +100,7 @@ class Sparse24Config(_InConfigJson):
         cls = method_class(shared["method"])
         _check_shared(shared)
         _check_names(cls, settings, given)
-        self.__dict__.update(shared, settings=cls.Settings(**given), _given=given)
+        self.__dict__.update(shared, settings=cls.Settings(**given), given=given)
 
     def __getattr__(self, name: str) -> Any:
         # `settings` itself is missing while a copy is being made.
@@ -127,15 +127,7 @@ class Sparse24Config(_InConfigJson):
         Returns:
             The new config; this one stays as it is.
         """
-        return type(self)(**({name: getattr(self, name) for name in SHARED} | self._given | changes))
-
-    def given_settings(self) -> dict[str, Any]:
-        """Return the settings that were given; all others have the method's defaults.
-
-        Returns:
-            Their values by name.
-        """
-        return dict(self._given)
+        return type(self)(**({name: getattr(self, name) for name in SHARED} | self.given | changes))
 
     def fields(self) -> dict[str, Any]:
         """Return all values, those of the method's settings included.
@@ -234,7 +226,7 @@ def fixed_differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
     """What of another config a patched model cannot take, for messages: `"method='ste', now 's-ste'"`."""
     fixed = [name for name in SHARED if name != "backend"]
     if ours.method == theirs.method:
-        fixed += [name for name in method_class(ours.method).settings_of_state if name in theirs.given_settings()]
+        fixed += [name for name in method_class(ours.method).settings_of_state if name in theirs.given]
     pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in fixed}
     return ", ".join(f"{name}={one!r}, now {other!r}" for name, (one, other) in pairs.items() if one != other)
 
@@ -266,10 +258,10 @@ def _check_shared(values: dict[str, Any]) -> None:
         if wrong := check(values[field]):
             raise ValueError(f"{field}={shown(values[field])}: {wrong}")
     for names in values["layer_patterns"] or ():
-        check_module_names("layer_patterns", names)
-    check_module_names("target_modules", values["target_modules"])
+        ModuleNames("layer_patterns", names)
+    ModuleNames("target_modules", values["target_modules"])
     if values["exclude_modules"] is not None:
-        check_module_names("exclude_modules", values["exclude_modules"])
+        ModuleNames("exclude_modules", values["exclude_modules"])
 
 
 def _is_pattern(value: Any) -> str | None:

@@ -38,12 +38,9 @@ class RunFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as `config.json` has them: the phase, and what differs from a run that begins."""
-        return {
-            "phase": self.phase,
-            **{name: True for name in ("finished", "marked") if getattr(self, name)},
-            **({} if self.packed is None else {"packed": self.packed.to_dict()}),
-            **({} if self.pruning is None else {"pruning": copy.deepcopy(self.pruning)}),
-        }
+        packed, pruning = self.packed and self.packed.to_dict(), copy.deepcopy(self.pruning)
+        learned = {"finished": self.finished, "marked": self.marked, "packed": packed, "pruning": pruning}
+        return {"phase": self.phase} | {name: value for name, value in learned.items() if value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], phases: Collection[str]) -> Self:

@@ -23,31 +23,22 @@ _MAX_SIZE = 100_000  # of an expression's characters, with `{n}` expanded: `rege
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
-def check_module_names(field: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a group, a name, a regular expression, or a non-empty list of names."""
-    if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
-        return
-    if not isinstance(value, str) or not value:
-        raise ValueError(
-            f"{field}={shown(value)}: must be one of {list(TARGET_GROUPS)}, a name's end, a regular expression, or a "
-            f"non-empty list of name endings"
-        )
-    if not _NAME.fullmatch(value):
-        _compile(field, value)
-
-
 class ModuleNames:
-    """A value of `target_modules` or `exclude_modules`, to be matched with the layers of one model."""
+    """A value of `target_modules` or `exclude_modules`, to be matched with the layers of one model.
 
-    def __init__(self, field: str, value: str | list[str]):
+    ValueError: it is no group, no name, no regular expression, and no non-empty list of names.
+    """
+
+    def __init__(self, field: str, value: Any):
+        names = value if isinstance(value, list) else [value]
+        if not names or not all(isinstance(name, str) and name for name in names):
+            ways = "a name's end, a regular expression, or a non-empty list of name endings"
+            raise ValueError(f"{field}={shown(value)}: must be one of {list(TARGET_GROUPS)}, {ways}")
         self.field, self.value = field, value
-        self.group = value if isinstance(value, str) and value in TARGET_GROUPS else None
-        self.endings: list[str] = []
-        if isinstance(value, list):
-            self.endings = value
-        elif self.group is None and _NAME.fullmatch(value):
-            self.endings = [value]
-        self._expression: Any = None if self.group or self.endings else _compile(field, str(value))
+        self.group = value if value in TARGET_GROUPS else None
+        is_listed = isinstance(value, list) or _NAME.fullmatch(value) is not None
+        self.endings: list[str] = names if is_listed and self.group is None else []
+        self._expression: Any = None if is_listed else _compile(field, value)
         self._seconds_left = MATCH_SECONDS
 
     def picks(self, names: Sequence[str], sublayer: str | None) -> bool:

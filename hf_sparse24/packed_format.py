@@ -63,11 +63,6 @@ class PackedFormat:
             raise ValueError(f"packed.weights: {error}") from error
         return cls(patterns, files, stored, version)
 
-    @property
-    def file(self) -> str:
-        """The name of the only file, or of the index of several, as `export_model` writes them."""
-        return PACKED_INDEX if len(self.files) > 1 else next(iter(self.files), PACKED_WEIGHTS)
-
     def to_dict(self) -> dict[str, Any]:
         """As version 3, the one that is written."""
         weights = {name: str(pattern) for name, pattern in self.weights.items()}

@@ -17,17 +17,9 @@ SECONDS_BETWEEN_LINES = 30
 class Progress:
     """Counts the finished units of long work, within a `with` block. Only the main process shows a bar or writes lines.
 
-    Args:
-        what: name of the work, such as `"calibration"`.
-        total: number of units; None where it is set later.
-        unit: what is counted, in the singular.
-        say: called with a line every half minute where there is no bar, and with one at the end unless work failed;
-            None writes no lines, and the bar goes when the work is done.
-        hide: show no bar in any case.
-
-    Attributes:
-        done: units so far.
-        total: number of units; may be set.
+    `done` counts units, and `total`, None where it is set later, may change. `say` gets a line every half minute where
+    there is no bar, and one at the end unless work failed; None writes none, and the bar goes when the work is done.
+    `hide`: no bar in any case.
     """
 
     def __init__(

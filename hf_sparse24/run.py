@@ -128,11 +128,8 @@ def sparse_run(model: nn.Module) -> SparseRun | None:
     Returns:
         What its weights share; None of a model that is not patched, or is packed for good.
     """
-    for module in model.modules():
-        for weight in module.__dict__.get("sparse24", {}).values():
-            if weight.run is not None:  # as of packed weights that do not train
-                return weight.run
-    return None
+    weights = (weight for module in model.modules() for weight in module.__dict__.get("sparse24", {}).values())
+    return next((weight.run for weight in weights if weight.run is not None), None)  # packed ones may have none
 
 
 def patched_config(model: nn.Module) -> Sparse24Config | None:

@@ -1,8 +1,4 @@
-"""The model card: what a sparse model is, how to load it, how it was trained, and how it compares with a dense one.
-
-A card that exists keeps what its author wrote. This module writes between two comments, which the Hub does not show;
-the next call replaces what is between them. The author's metadata stays, and tags are added.
-"""
+"""The model card: what a sparse model is, how to load it, how it was trained, and how it compares with a dense one."""
 
 import inspect
 import json

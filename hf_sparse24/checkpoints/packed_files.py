@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..layers.packed import pack_weight
 from ..packed_format import PackedFormat, buffer_names, packed_weight_name
+from ..patching.targets import aliases_of
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
 from ..weights.packed_weight import wrong_packed
@@ -65,7 +66,7 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, pattern in packed.weights.items():
         attribute = name.rpartition(".")[2]
-        own = (candidate.rpartition(".")[0] for candidate in _names(model, name))
+        own = (candidate.rpartition(".")[0] for candidate in aliases_of(model, name))
         module = next((modules[path] for path in own if path in modules), None)
         if module is None:  # such as the head of another class of this architecture
             continue
@@ -85,12 +86,6 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
         raise ValueError(f"{type(model).__name__} has none of the weights in packed.weights: {names}")
 
 
-def _names(model: PreTrainedModel, name: str) -> tuple[str, str, str]:
-    """The name of a tensor, and what it is called in the model with or without its head."""
-    prefix = f"{model.base_model_prefix}."
-    return name, name.removeprefix(prefix), prefix + name
-
-
 def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
     """Raise ValueError where a packed weight or its bias was not in the checkpoint, or its tensors are invalid."""
     for name, weight in sparse_weights(model, PACKED).items():
@@ -98,7 +93,7 @@ def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
         tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
         stored = tensors.keys() - module._non_persistent_buffers_set
         # An offloaded one is on the meta device, and no longer the tensor that was read.
-        kept = {key for key in stored if tensors[key].is_meta and in_files & {*_names(model, f"{path}.{key}")}}
+        kept = {key for key in stored if tensors[key].is_meta and in_files & {*aliases_of(model, f"{path}.{key}")}}
         missing = sorted(key for key in stored - kept if not getattr(tensors[key], "_is_hf_initialized", False))
         found = weight.storage.packed
         wrong = f"{missing} were not in its files" if missing else None

@@ -17,7 +17,7 @@ from ..adapters.bypass import adapters_in
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..facts import MARKER
 from ..module_names import ModuleNames
-from ..packed_format import PackedFormat
+from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config, wants_packed_master
 from ..patching.packing import unpack_model
@@ -62,7 +62,8 @@ class Sparse24Quantizer(HfQuantizer):
         # What Transformers calls with the model's config before it looks for files.
         ownership.name_parts(config, None)
         if self.packed is not None and hasattr(config, "transformers_weights"):  # older exports have no such field
-            config.transformers_weights = self.packed.file
+            files = self.packed.files
+            config.transformers_weights = PACKED_INDEX if len(files) > 1 else next(iter(files), PACKED_WEIGHTS)
         return config
 
     update_tp_plan = update_attn_implementation  # in Transformers up to 5.20
@@ -212,7 +213,7 @@ def _with_passed(saved: SavedConfig) -> Sparse24Config:
     if others := fixed_differences(config, passed):
         way = "then call unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
         raise ValueError(f"the checkpoint has another config ({others}): load it without quantization_config, {way}")
-    return config.replace(**passed.given_settings(), backend=passed.backend)
+    return config.replace(**passed.given, backend=passed.backend)
 
 
 def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:

@@ -18,22 +18,12 @@ Known limit: kernels of the Hub (`use_kernels=True`) read the Parameters from ou
 from typing import Any
 
 import torch
-from sparse24_kernels import Pattern
 from torch import Tensor, nn
 
-from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import (
-    Made,
-    PackedModule,
-    SparseModule,
-    change_class,
-    made_class,
-    reject_tracing,
-    trained_parameter,
-)
+from .sparse_module import Made, PackedModule, SparseModule, reject_tracing, trained_parameter
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -86,18 +76,6 @@ class SparseExperts(StackedExperts, SparseModule):
         weight, running = module.__dict__["sparse24"][name], module.__dict__["running"]
         return _StraightThrough.apply(trained_parameter(weight), running[-1][name]) if running else weight.parameter
 
-    @classmethod
-    def from_dense(
-        cls, module: nn.Module, name: str, input_dim: int, run: SparseRun, pattern: Pattern | None, layer: str
-    ) -> nn.Module:
-        """Make the 3-D Parameter `name` of `module` sparse in place; others of the same module may follow."""
-        SparseWeight.attach(module, name, input_dim, run, pattern, layer)
-        if not isinstance(module, SparseExperts):
-            module.__dict__.update(dense_class=type(module), running=[])
-        names = tuple(module.__dict__["sparse24"])
-        change_class(module, made_class(SparseExperts, module.__dict__["dense_class"], names))
-        return module
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         weights = self.sparse24.values()
         run = next(iter(weights)).run
@@ -110,8 +88,8 @@ class SparseExperts(StackedExperts, SparseModule):
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
         wanted = [Wanted(PRUNED, "dense", None)]
-        pruned = {weight.name: weight.encoded(wanted, weight.parameter.dtype, tokens)[0] for weight in weights}
-        self.running.append({weight.name: weight.storage.out_in(pruned[weight.name]) for weight in weights})
+        pruned = [weight.encoded(wanted, weight.parameter.dtype, tokens)[0] for weight in weights]
+        self.running.append({weight.name: weight.storage.out_in(x) for weight, x in zip(weights, pruned)})
         try:
             return super().forward(*args, **kwargs)
         finally:

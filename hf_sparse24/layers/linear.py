@@ -24,19 +24,15 @@ from typing import cast
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels import Pattern
 from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import GemmPlan
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..run import SparseRun
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED, Gemm
-from ..weights.input_dim import input_dim_of
-from ..weights.sparse_weight import SparseWeight
-from .sparse_module import SparseModule, change_class, reject_tracing, trained_parameter
+from .sparse_module import SparseModule, reject_tracing, trained_parameter
 
 
 class _SparseLinearFunction(torch.autograd.Function):
@@ -115,17 +111,9 @@ def _rounded(gemm: Gemm, format: str, *operands: Tensor) -> tuple[Tensor, ...]:
 class Sparse24Layer(SparseModule):
     """What `Sparse24Linear` and `Sparse24Conv1D` share: the GEMMs with a sparse weight."""
 
-    @classmethod
-    def from_dense(cls, module: nn.Module, run: SparseRun, pattern: Pattern | None = None, name: str = "") -> nn.Module:
-        """Turn `module` into a sparse layer in place, with `pattern` or that of the `run`."""
-        SparseWeight.attach(module, "weight", input_dim_of(module), run, pattern, name)
-        module.__dict__["dense_class"] = type(module)
-        change_class(module, cls)
-        return module
-
-    def sparse_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+    def sparse_weight(self) -> Tensor:
         """The weight that the GEMMs use while sparse, in the layout of `.weight`: a new tensor without gradients."""
-        return self.sparse24["weight"].pruned(dtype)
+        return self.sparse24["weight"].pruned()
 
     def forward(self, x: Tensor) -> Tensor:
         sparse = self.sparse24["weight"]

@@ -1,9 +1,4 @@
-"""Packed weights, for inference and under adapters, and packed masters, whose values train.
-
-`packed_format.py` has the buffers that replace the Parameter `weight`, which is a property now: every read unpacks a
-dense copy. A packed layer computes, lets gradients through to its input, and does not train. Of a packed master
-(`master="packed"`, where the mask never changes) the values are a Parameter with the gradient of the kept places.
-"""
+"""Packed weights, for inference and under adapters, and packed masters (`master="packed"`), whose values train."""
 
 from collections import defaultdict
 from typing import Any
@@ -25,7 +20,7 @@ from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import PackedFrozen, PackedMaster, WeightView
 from .experts import PackedExperts
-from .sparse_module import PackedModule, change_class, made_class, reject_tracing
+from .sparse_module import PackedModule, choose_class, reject_tracing, restore_class
 
 # Of the dense gradient that a packed master makes at a time. On a CPU it stays in the cache until its values are taken;
 # on a GPU each block waits for the device, so that few large ones are better.
@@ -98,7 +93,6 @@ def pack_weight(
 ) -> None:
     """Put `packed` in place of the Parameter `name`, or of its packed form. With a `run` it is a packed master: the
     values are a Parameter, which `trains` or is frozen. Buffers have the names of a `version` of the format."""
-    module.__dict__.setdefault("dense_class", type(module))
     storage = (PackedFrozen if run is None else PackedMaster)(module, name, input_dim)
     storage.pattern = packed.pattern
     module.__dict__.setdefault("sparse24", {})[name] = weight = SparseWeight(storage, run, packed.pattern)
@@ -113,7 +107,7 @@ def pack_weight(
             module.register_buffer(key, tensor.detach())
     if run is not None:
         weight.state.names = (mask,)
-    _choose_class(module)
+    choose_class(module, PackedLinear, PackedConv1D, PackedExperts)
 
 
 @torch.no_grad()
@@ -125,7 +119,10 @@ def unpack_weight(weight: SparseWeight) -> None:
         module._parameters.pop(key, None)
         module._buffers.pop(key, None)
     del module.__dict__["sparse24"][weight.name]
-    _choose_class(module)
+    if module.__dict__["sparse24"]:
+        choose_class(module, PackedLinear, PackedConv1D, PackedExperts)
+    else:
+        restore_class(module)
     _put_first(module, weight.name, dense)
 
 
@@ -188,17 +185,3 @@ class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
     """
 
     __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"
-
-
-def _choose_class(module: nn.Module) -> None:
-    """Give a module the class that goes with its packed weights, or its own again."""
-    dense_class, packed = module.__dict__["dense_class"], module.__dict__["sparse24"]
-    if not packed:
-        change_class(module, dense_class)
-        for key in {"sparse24", "dense_class", "running"} & set(module.__dict__):
-            del module.__dict__[key]
-    elif issubclass(dense_class, nn.Linear | Conv1D):
-        change_class(module, PackedConv1D if issubclass(dense_class, Conv1D) else PackedLinear)
-    else:
-        module.__dict__.setdefault("running", [])
-        change_class(module, made_class(PackedExperts, dense_class, tuple(packed)))

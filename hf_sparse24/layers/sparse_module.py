@@ -8,6 +8,7 @@ import sparse24_kernels as kernels
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
 
 from ..facts import MARKER
 from ..weights import sharding
@@ -37,6 +38,24 @@ def change_class(module: Any, cls: Any) -> None:
     module.__class__ = cls
     if "_old_forward" in vars(module):
         module._old_forward = cls.forward.__get__(module)
+
+
+def choose_class(module: nn.Module, linear: Any, conv1d: Any, experts: Any) -> None:
+    """Give a module with sparse or packed weights the class of this kind that stands for its own."""
+    own = module.__dict__.setdefault("dense_class", type(module))
+    if issubclass(own, nn.Linear | Conv1D):
+        change_class(module, conv1d if issubclass(own, Conv1D) else linear)
+    else:
+        module.__dict__.setdefault("running", [])
+        change_class(module, made_class(experts, own, tuple(module.__dict__["sparse24"])))
+
+
+def restore_class(module: nn.Module) -> None:
+    """Give a module without sparse and packed weights its own class again."""
+    if "dense_class" in vars(module):
+        change_class(module, vars(module)["dense_class"])
+    for key in {"sparse24", "dense_class", "running"} & set(vars(module)):
+        del module.__dict__[key]
 
 
 def _empty(front: Any, own: type, key: Hashable) -> Any:
@@ -87,10 +106,7 @@ def make_dense(weight: SparseWeight, result: Tensor | None = None) -> None:
     weight.state.remove()
     del weights[weight.name]
     if not weights:
-        del module.__dict__["sparse24"]
-        if isinstance(module, SparseModule):
-            module.__dict__.pop("running", None)  # of experts
-            change_class(module, module.__dict__.pop("dense_class"))
+        restore_class(module)
 
 
 class WeightModule(nn.Module):

@@ -106,14 +106,10 @@ class StepAdamW(MaskedAdamW):
         if any((group["betas"], group["eps"]) != (masked[0]["betas"], masked[0]["eps"]) for group in masked):
             raise ValueError("masked groups differ in betas or eps; AutoSwitch decides for all of them at once")
         self.update_clip, self._switch_rule, self._after, self._by = update_clip, switch_rule, after, by
-        self._total_steps = total_steps
-        masked[0]["auto_switch"] = {"step": 0, "switch_step": None} | self._nothing_seen(masked[0])
-
-    @property
-    def arguments(self) -> dict[str, Any]:
+        lengths = {"total_steps": total_steps, "switch_after": after, "switch_by": by}
+        self.arguments = lengths | {"switch_rule": switch_rule, "update_clip": update_clip}
         """What the run and its config must agree with, by the argument's name: lengths in optimizer steps."""
-        lengths = {"total_steps": self._total_steps, "switch_after": self._after, "switch_by": self._by}
-        return lengths | {"switch_rule": self._switch_rule, "update_clip": self.update_clip}
+        masked[0]["auto_switch"] = {"step": 0, "switch_step": None} | self._nothing_seen(masked[0])
 
     @property
     def switched(self) -> bool:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparse24_kernels import Pattern
 from torch import nn
 
 from ..config import Sparse24Config
@@ -104,17 +103,16 @@ def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], i
         groups.setdefault((group_name(candidate.name), candidate.skipped, candidate.note), []).append(candidate)
     rows = [ReportRow(name, len(group), _weights(group), *why) for (name, *why), group in groups.items()]
     patched = [candidate for candidate in candidates if candidate.skipped is None]
-    own = Pattern.parse(run.config.pattern)
-    patterns = {id(c.weight): c.pattern or own for c in patched}
-    sizes = {id(c.weight): c.weight.numel() for c in patched}
+    patterns = [candidate.pattern or run.method.pattern for candidate in patched]
+    zeros = {id(c.weight): c.weight.numel() * (m - n) // m for c, (n, m) in zip(patched, patterns)}
     return PatchReport(
         config=run.config,
         patched=tuple(candidate.name for candidate in patched),
-        patterns=tuple(str(candidate.pattern or own) for candidate in patched),
+        patterns=tuple(map(str, patterns)),
         skipped={candidate.name: candidate.skipped for candidate in candidates if candidate.skipped is not None},
         rows=tuple(rows),
         patched_parameters=_weights(patched),
-        zero_parameters=sum(sizes[key] * (m - n) // m for key, (n, m) in patterns.items()),
+        zero_parameters=sum(zeros.values()),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         is_pretrained=is_pretrained,
         is_finished=run.facts.finished,

@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from sparse24_kernels import Pattern
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ..adapters.attaching import attach_adapters
 from ..adapters.merging import check_unmerged
@@ -15,7 +13,7 @@ from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
-from ..layers.sparse_module import make_dense
+from ..layers.sparse_module import choose_class, make_dense
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
@@ -69,7 +67,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     check_unmerged(model)
     run = SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
-    is_pretrained = _loses_weights(candidates, run.method.pattern)
+    is_pretrained = _loses_weights(candidates, run)
     _make_sparse(model, run, candidates)
     adopt(model)
     if any(str(candidate.skipped).startswith("its adapter") for candidate in candidates):
@@ -86,7 +84,7 @@ def _patch_again(model: nn.Module, run: SparseRun, config: Sparse24Config | None
     if config is not None:
         if others := fixed_differences(run.config, config):
             raise ValueError(f"already patched with another config ({others}); call unpatch_model(model) first")
-        run.change_settings(**config.given_settings())
+        run.change_settings(**config.given)
         run.change_config(backend=config.backend)
     candidates = find_candidates(model, run)
     adopt(model)
@@ -103,12 +101,12 @@ def named_config(model: Any) -> Sparse24Config | None:
     return Sparse24Config.from_dict(named)
 
 
-def _loses_weights(candidates: list[Candidate], pattern: Pattern) -> bool:
+def _loses_weights(candidates: list[Candidate], run: SparseRun) -> bool:
     """Whether the first weight that becomes sparse is from a file, and has more non-zeros than the pattern leaves."""
-    parameter = next((candidate.weight for candidate in candidates if candidate.skipped is None), None)
-    if parameter is None or parameter.is_meta or not getattr(parameter, "_is_hf_initialized", False):
+    first = next((candidate for candidate in candidates if candidate.skipped is None), None)
+    if first is None or first.weight.is_meta or not getattr(first.weight, "_is_hf_initialized", False):
         return False  # Transformers marks what it has read from a file
-    weight = local(parameter)
+    weight, pattern = local(first.weight), first.pattern or run.method.pattern
     return bool(weight.count_nonzero() > weight.numel() * pattern.n / pattern.m)
 
 
@@ -127,11 +125,8 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
         for target in targets:
             check_whole(target.name, target.weight)
             name = name_without_adapters(names[target.weight])
-            if target.is_stack:
-                SparseExperts.from_dense(target.module, target.parameter, target.input_dim, run, target.pattern, name)
-            else:
-                layer_class = Sparse24Conv1D if isinstance(target.module, Conv1D) else Sparse24Linear
-                layer_class.from_dense(target.module, run, target.pattern, name)
+            SparseWeight.attach(target.module, target.parameter, target.input_dim, run, target.pattern, name)
+            choose_class(target.module, Sparse24Linear, Sparse24Conv1D, SparseExperts)
         _reject_doubled_parameters(sparse_weights(model))
         if wants_packed_master(run.config):
             check_masters(model, run)

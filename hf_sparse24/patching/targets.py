@@ -175,11 +175,11 @@ def find_place(model: nn.Module, name: str, parameter: str) -> Place:
     own = [layer_name(f"{name}.{parameter}".removeprefix(".")), name]
     # Below an adapter of PEFT a layer goes by the name that it has without one, too.
     names = dict.fromkeys([*own, *map(name_without_adapters, own)])
-    aliases = [alias for own in names for alias in _aliases(model, own)]
+    aliases = [alias for own in names for alias in aliases_of(model, own)]
     return Place(path, parameter, aliases, block, _sublayer(texts), any(map(_ROUTER.search, texts)))
 
 
-def _aliases(model: nn.Module, name: str) -> list[str]:
+def aliases_of(model: nn.Module, name: str) -> list[str]:
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix:
         return [name]

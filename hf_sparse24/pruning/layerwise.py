@@ -22,15 +22,6 @@ def best_mask(scores: Tensor, n: int, m: int, dim: int, solver: str | None) -> T
     return kernels.transposable_mask(scores.square(), n, m, solver)
 
 
-def wanda_mask(weight: Tensor, squares: Tensor, n: int, m: int, solver: str | None = None) -> Tensor:
-    """Return the mask of the `n` of every `m` inputs with the largest `|W_ij| * ||X_j||_2`; `squares` are of the norms.
-    `solver`: see `best_mask`.
-
-    Reference: Sun et al. 2023 (arXiv 2306.11695), eq. (1).
-    """
-    return best_mask(weight.abs() * squares.sqrt(), n, m, -1, solver)
-
-
 def ridge(gram: Tensor, damping: float) -> float:
     """Return the addend to the diagonal: `damping` times its mean, or `damping` if all inputs are zero."""
     return damping * (gram.diagonal().mean().item() or 1.0)

@@ -28,7 +28,8 @@ def _magnitude(weight: Tensor, inputs: Any, pattern: Pattern, damping: float, so
 
 
 def _wanda(weight: Tensor, inputs: Any, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
-    mask = layerwise.wanda_mask(weight, inputs.squares, *pattern, solver)
+    """The n of every m inputs with the largest `|W_ij| * ||X_j||_2`: Sun et al. 2023 (arXiv 2306.11695), eq. (1)."""
+    mask = layerwise.best_mask(weight.abs() * inputs.squares.sqrt(), *pattern, -1, solver)
     return apply_mask(weight, mask), mask, damping
 
 

@@ -109,10 +109,10 @@ def _with_ones(rows: Tensor) -> Tensor:
     return nn.functional.pad(rows, (0, 1), value=1.0)
 
 
-def _upper_product(rows: Tensor, parts: int = 8) -> Tensor:
-    """Return `rows^T rows` with zeros in most of its lower triangle: 9/16 of the work for 8 parts."""
+def _upper_product(rows: Tensor) -> Tensor:
+    """Return `rows^T rows` with zeros in most of its lower triangle: 9/16 of the work."""
     product = rows.new_zeros(rows.shape[1], rows.shape[1])
-    for columns in torch.arange(rows.shape[1]).chunk(parts):
+    for columns in torch.arange(rows.shape[1]).chunk(8):
         start, end = int(columns[0]), int(columns[-1]) + 1
         torch.mm(rows[:, start:end].t(), rows[:, start:], out=product[start:end, start:])
     return product

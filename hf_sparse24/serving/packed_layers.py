@@ -24,12 +24,7 @@ def read_format(config: Mapping[str, Any]) -> PackedFormat:
 
 def packed_pattern(name: str, stacked: Mapping[str, Sequence[str]], weights: Mapping[str, Pattern]) -> Pattern | None:
     """The pattern of a linear layer of the engine that is packed, None of another; ValueError: its parts differ.
-
-    Args:
-        name: of the layer, such as `"model.layers.0.self_attn.qkv_proj"`.
-        stacked: by the last part of a stacked layer's name, those of its parts: `{"qkv_proj": ["q_proj", ...]}`.
-        weights: the patterns of the packed weights by name.
-    """
+    `stacked` names the parts of layers that the engine stacks: `{"qkv_proj": ["q_proj", ...]}`."""
     path, dot, last = name.rpartition(".")
     parts = [f"{path}{dot}{part}.weight" for part in stacked.get(last, ())]
     own = f"{name}.weight"  # of a layer that is stacked in the file too

@@ -69,8 +69,7 @@ class Sparse24PackedConfig(QuantizationConfig):
 
 @linear.register_weight_loader_v2_supported_method
 class Sparse24PackedMethod(linear.LinearMethodBase):
-    """Loads and multiplies by a packed weight: `packed_weight_values` `[out, in * N / M]` in the model's dtype or int8,
-    `packed_weight_mask` uint8 `[out, in / 8]`, and of int8 values `packed_weight_scales` `[out, ceil(in / 128)]`."""
+    """Loads and multiplies by a packed weight, whose tensors `packed_format.py` describes."""
 
     def __init__(self, packed: PackedFormat, pattern: Pattern):
         self.pattern, self.has_scales = pattern, packed.values == "int8"

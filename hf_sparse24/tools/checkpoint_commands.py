@@ -90,7 +90,7 @@ def inspect(options: argparse.Namespace) -> int:
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
         is_dense = name in tensors or listing.format == "dense"
-        names = [name] if is_dense else sorted(parts_of(name) & tensors.names.keys())
+        names = [name] if is_dense else sorted(parts_of(name) & tensors.names.keys()) or [buffer_names(name)[0]]
         parts = [tensors.size(part) for part in names]
         mask = next((part for part in names if part.endswith(("mask", "indices"))), None)  # 8 weights in a byte
         elements = parts[0][0] if is_dense or mask is None else 8 * tensors.size(mask)[0]

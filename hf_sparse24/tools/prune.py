@@ -136,7 +136,8 @@ def measure(plan: Plan, name: str, model: Any, dense: Any) -> dict[str, float]:
                 value = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
             else:
                 value = model(**batch).loss
-            total, count = total + value.item() * number, count + number
+            if number:  # a block of which no token is hidden has no loss
+                total, count = total + value.item() * number, count + number
             progress.update(len(rows))
     mean = total / max(count, 1)
     found = {"cosine to dense": mean} if plan.kind == "encoder" else {"loss": mean, "perplexity": math.exp(mean)}

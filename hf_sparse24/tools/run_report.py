@@ -124,7 +124,7 @@ def _figures(run: RunFiles, control: RunFiles | None) -> Iterator[str]:
     note += "transposable ones 70.3%."
     yield figure("kept", "Kept magnitude", kept, "% of the L1 norm", note)
     rows, edges, note = layer_map(run)
-    cells = charts.heat_map(rows, edges, "%") if rows else None
+    cells = charts.heat_map(rows, edges) if rows else None
     yield _figure("layers", "Flip rate by layer", cells, note, is_wide=True)
     others = dict.fromkeys(key for row in run.history.values() if "loss" in row for key in row)
     names = [key for key in others if key not in _DRAWN | _NOT_DRAWN and not key.startswith(("eval_", "train_"))]

@@ -25,12 +25,7 @@ _LONG_RUN = 10**9  # steps of a run in which no length of a phase rounds to noth
 
 
 def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails.
-
-    FSDP1 flattens weights. `cpu_ram_efficient_loading` fails in accelerate 1.15 where a model saves buffers, such as
-    masks and scales. Checkpoints of `SHARDED_STATE_DICT` have no config. DeepSpeed ZeRO cannot do what some methods
-    need; `patch_model` refuses ZeRO-3.
-    """
+    """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails."""
     run = sparse_run(model)
     zero: Any = getattr(accelerator.state, "deepspeed_plugin", None)
     if run is not None and zero is not None and zero.zero_stage:

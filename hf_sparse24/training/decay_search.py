@@ -1,10 +1,7 @@
 """The search for a masked decay by probes of the warm-up (Hu et al. 2024, 4.3).
 
-A decay factor is feasible when, at the end of the warm-up, the masks of a run with it flip somewhat less than the
-would-be masks of dense training: mu = (flip rate, sparse) / (flip rate, dense) within [0.60, 0.95]. At mu >= 1 masks
-never settle; far below, they freeze before anything is learnt.
-
-mu falls as the decay grows, so the grid is bisected: ten candidates take four probes.
+`tune_masked_decay` says what is feasible. At mu >= 1 masks never settle; far below, they freeze before anything is
+learnt.
 """
 
 import copy
@@ -28,7 +25,7 @@ from ..run import set_phase, sparse_run
 from ..tables import TableReport
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
-from .step_masks import fresh_masks
+from .step_masks import fresh_masks, trains
 
 logger = get_logger(__name__)
 
@@ -82,7 +79,7 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
         raise ValueError(f"no masked decay acts: {FINISHED}")
     if steps is not None and steps < MIN_STEPS:
         raise ValueError(f"steps={steps}: a probe needs at least {MIN_STEPS} optimizer steps")
-    if not has_trainable_weights(model_of(trainer)):
+    if not any(map(trains, sparse_weights(model_of(trainer)).values())):
         raise ValueError("every sparse weight is frozen, as by adapters: no mask flips, and no masked decay acts")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
@@ -101,11 +98,6 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     feasible = [candidate for candidate in mu if FEASIBLE[0] <= mu[candidate] <= FEASIBLE[1]]
     chosen = min(feasible, key=lambda value: abs(mu[value] - MIDDLE), default=None)
     return DecayTuning(dense, dict(sorted(mu.items())), chosen)
-
-
-def has_trainable_weights(model: nn.Module) -> bool:
-    """Whether training changes any sparse weight; adapters change none."""
-    return any(weight.master.requires_grad for weight in sparse_weights(model).values())
 
 
 def model_of(trainer: Trainer) -> nn.Module:

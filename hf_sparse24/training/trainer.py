@@ -25,7 +25,7 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, PackedMaster
 from .callback import Sparse24Callback
 from .checks import check_engine
-from .decay_search import CANDIDATES, DecayTuning, has_trainable_weights, model_of, tune_masked_decay
+from .decay_search import CANDIDATES, DecayTuning, model_of, tune_masked_decay
 from .distillation import DistillationConfig, distill
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
 from .step_masks import trains
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 _CARD_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
 """Arguments of `Trainer.create_model_card` and what `make_model_card` calls them; it has no `_NOT_IN_CARDS`."""
-_NOT_IN_CARDS = ("tasks", "dataset", "dataset_args")
+_NOT_IN_CARDS = ("tasks", "dataset", "dataset_args", "blocking")
 
 
 class Sparse24Trainer(Trainer):
@@ -282,7 +282,7 @@ def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
 
 def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float:
     """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-    if not has_trainable_weights(model_of(trainer)):
+    if not any(map(trains, sparse_weights(model_of(trainer)).values())):
         logger.warning("masked_decay='auto' becomes 0.0: every sparse weight is frozen, so no decay acts")
         return 0.0
     if checkpoint:
@@ -314,16 +314,4 @@ class Sparse24Seq2SeqTrainer(Sparse24Trainer, Seq2SeqTrainer):
 
     It takes the arguments of `Sparse24Trainer`. With `predict_with_generate=True` of its `Seq2SeqTrainingArguments` it
     evaluates what the sparse model generates.
-
-    Examples:
-        >>> from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainingArguments
-        >>> sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 99, "pad_token_id": 98}
-        >>> model = MarianMTModel(MarianConfig(**sizes, decoder_start_token_id=98, encoder_layers=1, decoder_layers=1))
-        >>> data = [{"input_ids": [5, 6, 0], "labels": [6, 5, 0]}] * 4
-        >>> generating = {"predict_with_generate": True, "generation_max_length": 6}
-        >>> args = Seq2SeqTrainingArguments("out", max_steps=2, report_to="none", **generating)
-        >>> trainer = Sparse24Seq2SeqTrainer(model, args, train_dataset=data)
-        >>> output = trainer.train()
-        >>> len(trainer.predict(data).predictions)
-        4
     """

@@ -60,12 +60,12 @@ def compute_device(tensor: Tensor) -> torch.device:
     return torch.device(cast("DTensor", tensor).device_mesh.device_type, torch.accelerator.current_device_index())
 
 
-def split_like(tensor: Tensor, like: Any, dims: bool = True) -> Tensor:
-    """Split a plain tensor, the same on all processes, as the DTensor `like` is, without communication.
-    Without the same `dims`, only matrices of a stack are divided."""
-    is_stack = like.dim() > 2
+def split_like(tensor: Tensor, like: Any) -> Tensor:
+    """Split a plain tensor, the same on all processes, as the DTensor `like` is, without communication: masks as the
+    weight is. Of scales, which have other dimensions, only those of a stack are divided, by its matrices."""
+    divided = range(like.dim() if tensor.dim() == like.dim() else like.dim() - 2)
     kept = [
-        placement if dims or placement.is_replicate() or (is_stack and placement.dim % like.dim() == 0) else Replicate()
+        placement if placement.is_replicate() or placement.dim % like.dim() in divided else Replicate()
         for placement in like.placements
     ]
     return distribute_tensor(tensor, like.device_mesh, kept, src_data_rank=None)

@@ -153,20 +153,18 @@ class SparseWeight:
             return kernels.pack_bits(mask) if packed else mask
         if not local.numel():  # there may be more processes than rows
             return empty_mask(local, packed)
-        state = {name: x if storage.is_split else storage.split(x) for name, x in self.state.items()}
+        state: dict[str, Tensor] = dict(self.state)
+        if not storage.is_split:
+            state = {name: sharding.split_like(x, self.master) for name, x in state.items()}
         views = storage.views(local, {name: sharding.local(x).to(local.device) for name, x in state.items()})
         return storage.stacked([method_mask(self.method, view, packed) for view in views])
 
     # What GEMMs multiply by.
 
     @torch.no_grad()
-    def pruned(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The N:M weight that stands for the master weight: its shape and layout, never -0.0.
-
-        At most N of every M along the input dimension are non-zero. `dtype` is that of the result, by default the
-        master's; what is kept never depends on it.
-        """
-        (dense,) = self._encode(dtype or self.parameter.dtype, PRUNED, {"dense": None})
+    def pruned(self) -> Tensor:
+        """The N:M weight that stands for the master weight: its shape, dtype and layout, never -0.0."""
+        (dense,) = self._encode(self.parameter.dtype, PRUNED, {"dense": None})
         return self.storage.out_in(dense)
 
     @torch.no_grad()

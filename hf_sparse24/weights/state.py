@@ -86,4 +86,4 @@ class WeightState(Mapping[str, Tensor]):
             way = "take fewer processes, or leave the layer dense with exclude_modules"
             size = f"{storage.name} [{out}, {inputs}]"
             raise ValueError(f"tensor parallelism splits {size} within groups of {m} or bytes of masks: {need}; {way}")
-        return {name: storage.split(x) for name, x in self.items() if not sharding.is_sharded(x)}
+        return {name: sharding.split_like(x, storage.master) for name, x in self.items() if not sharding.is_sharded(x)}

@@ -102,10 +102,6 @@ class Storage:
         """What belongs to each matrix as what belongs to the weight."""
         return torch.stack(tensors) if self.is_stack else tensors[0]
 
-    def split(self, kept: Tensor) -> Tensor:
-        """A tensor kept for the weight, split over processes: masks as the weight is; scales are replicated."""
-        return sharding.split_like(kept, self.master, kept.dim() == self.master.dim())
-
     def cuts_groups(self, m: int) -> bool:
         """Whether it is sharded so that a group of `m`, or a byte of its packed mask, lies in two processes."""
         return sharding.cuts(self.master, self.input_dim, m) or sharding.cuts(self.master, -1, math.lcm(m, 8))

@@ -4,10 +4,11 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels.fp8 import fp8_simulate
+from sparse_models import sparse_layer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear
+from hf_sparse24 import Sparse24Config
 from hf_sparse24.methods import METHODS, GemmSettings
 from hf_sparse24.run import SparseRun, set_phase
 from hf_sparse24.weights.encodings import Wanted
@@ -22,8 +23,8 @@ def make_layer(method: str, conv1d: bool = False, bias: bool = True, dtype=torch
     if conv1d:
         dense = Conv1D(12, 8).to(dtype)
         nn.init.normal_(dense.weight)
-        return Sparse24Conv1D.from_dense(dense, run)
-    return Sparse24Linear.from_dense(nn.Linear(8, 12, bias=bias, dtype=dtype), run)
+        return sparse_layer(dense, run)
+    return sparse_layer(nn.Linear(8, 12, bias=bias, dtype=dtype), run)
 
 
 def fix_draws(layer: nn.Module, key: int) -> None:
@@ -38,7 +39,7 @@ def test_sparse_weight_of_each_method():
         linear = nn.Linear(4, 4, bias=False)
         with torch.no_grad():
             linear.weight.copy_(weight)
-        return Sparse24Linear.from_dense(linear, SparseRun(Sparse24Config(method=method)))
+        return sparse_layer(linear, SparseRun(Sparse24Config(method=method)))
 
     for method in ("ste", "sr-ste"):
         assert sparse(method).sparse_weight()[0].tolist() == [4, 0, 3, 0]

@@ -13,7 +13,7 @@ from method_runs import loop, run_steps, trainer
 from own_method import ADAPTING, OwnAdamW, OwnMethod, is_rank
 from own_models import patched
 from paths import RECIPES, SUPPORT
-from sparse_models import keep_encodings
+from sparse_models import keep_encodings, sparse_layer
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -21,8 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_sparse24 import (
     Sparse24Config,
     Sparse24Controller,
-    Sparse24Conv1D,
-    Sparse24Linear,
     describe_settings,
     oneshot,
     patch_model,
@@ -155,7 +153,7 @@ def test_the_backward_pass_can_take_the_dense_master():
     run.method = DenseBackward(OwnMethod.Settings(), kernels.Pattern(2, 4))
     for conv1d in (False, True):
         dense = Conv1D(12, 8) if conv1d else nn.Linear(8, 12)
-        layer = (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, run)
+        layer = sparse_layer(dense, run)
         x, grad = torch.randn(4, 8, requires_grad=True), torch.randn(4, 12)
         with keep_encodings(run):
             layer(x).backward(grad)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 from method_runs import STEPS, loop, run_steps
-from sparse_models import assert_same_state, logits
+from sparse_models import assert_same_state, logits, sparse_layer
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -14,8 +14,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_sparse24 import (
     Sparse24Config,
     Sparse24Controller,
-    Sparse24Conv1D,
-    Sparse24Linear,
     export_model,
     patch_model,
     sparse_weights,
@@ -50,7 +48,7 @@ def make_layer(weight: torch.Tensor, conv1d: bool = False, **settings) -> nn.Mod
     dense = Conv1D(out, inputs) if conv1d else nn.Linear(inputs, out)
     dense.to(weight.dtype).weight.data = weight.t().contiguous() if conv1d else weight.clone()
     run = SparseRun(Sparse24Config(method="slope", **settings))
-    return (Sparse24Conv1D if conv1d else Sparse24Linear).from_dense(dense, run)
+    return sparse_layer(dense, run)
 
 
 def backward_weight(layer: nn.Module) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """The algorithms of oneshot on one layer, against literal solutions and the numbers of the official code."""
 
+from types import SimpleNamespace
+
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -8,7 +10,8 @@ from sparse24_kernels import Pattern, nm_mask
 
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning import layerwise
-from hf_sparse24.pruning.layerwise import least_squares, ridge, round_to_int8, sparsegpt, wanda_mask
+from hf_sparse24.pruning.layerwise import least_squares, ridge, round_to_int8, sparsegpt
+from hf_sparse24.pruning.options import CRITERIA
 
 
 def output_norm(weight: torch.Tensor, gram: torch.Tensor) -> float:
@@ -64,7 +67,9 @@ def test_sparsegpt_gives_the_numbers_of_the_official_code(dead, damping, expecte
 def test_wanda_gives_the_numbers_of_the_official_code(dead, expected):
     """What `prune_wanda` in github.com/locuslab/wanda (8e8fc87) gives, dead inputs included."""
     x = OFFICIAL_X.index_fill(1, torch.tensor(dead, dtype=torch.long), 0)
-    assert torch.equal(OFFICIAL_WEIGHT * wanda_mask(OFFICIAL_WEIGHT, x.square().sum(0), 2, 4), torch.tensor(expected))
+    inputs = SimpleNamespace(squares=x.square().sum(0))
+    pruned, mask, _ = CRITERIA["wanda"](OFFICIAL_WEIGHT, inputs, Pattern(2, 4), 0.01)
+    assert torch.equal(pruned, torch.tensor(expected)) and torch.equal(OFFICIAL_WEIGHT * mask, pruned)
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4)])

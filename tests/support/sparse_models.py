@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_sparse24 import Sparse24Config, patch_model
-from hf_sparse24.run import set_phase
+from hf_sparse24 import Sparse24Config, Sparse24Conv1D, Sparse24Linear, patch_model
+from hf_sparse24.layers.sparse_module import choose_class
+from hf_sparse24.run import SparseRun, set_phase
+from hf_sparse24.weights.input_dim import input_dim_of
 from hf_sparse24.weights.sparse_weight import SparseWeight, sparse_weights
 
 
@@ -35,6 +37,13 @@ def ended_dense(method: str) -> PreTrainedModel:
         for tensor in weight.parameters.values():
             nn.init.normal_(tensor)
     return model
+
+
+def sparse_layer(dense: nn.Module, run: SparseRun) -> nn.Module:
+    """A linear layer or Conv1D made sparse in place, as `patch_model` makes those of a model."""
+    SparseWeight.attach(dense, "weight", input_dim_of(dense), run)
+    choose_class(dense, Sparse24Linear, Sparse24Conv1D, None)
+    return dense
 
 
 class Mlp(nn.Module):
