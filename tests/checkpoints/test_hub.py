@@ -77,7 +77,7 @@ def test_int8_values_are_pushed_by_a_model_and_by_a_trainer(hub, tmp_path):
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "export"))
     model.push_to_hub(REPO, format="packed", values="int8")
     args = TrainingArguments(str(tmp_path / "run"), report_to="none", use_cpu=True, hub_model_id="ada/other")
-    Sparse24Trainer(model, args).push_to_hub(format="packed", values="int8")
+    Sparse24Trainer(model, args).push_to_hub(format="packed", values="int8", blocking=True)
     for name in (REPO, "ada/other"):
         assert torch.equal(logits(load(hub, name)), expected) and "int8 values" in card(hub, name)
     with pytest.raises(ValueError, match="values='int8': with format='dense'"):

@@ -60,3 +60,5 @@ def test_the_report_of_a_pretrained_model_advises_to_prune_it_first(tmp_path):
         assert "oneshot" not in str(patch_model(source))
     pruned = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "oneshot(" not in str(oneshot(pruned, [torch.arange(32)[None]], reconstruct=None).patch)
+    own = Sparse24Config(method="fixed-mask", layer_patterns={"gate_proj": "1:4"})  # the first, of which 2:4 loses half
+    assert patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "export"), own).is_pretrained

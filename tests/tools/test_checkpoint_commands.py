@@ -194,6 +194,15 @@ def test_a_packed_export_whose_config_lists_other_weights_is_not_verified(case, 
     assert "packed.weights" in capsys.readouterr().err
 
 
+def test_a_packed_weight_of_which_nothing_is_stored_is_named(tmp_path, capsys):
+    export_model(patched(), tmp_path, "packed")
+    tensors = load_file(tmp_path / "packed.safetensors")
+    name = "model.layers.1.mlp.up_proj.packed_weight_values"
+    save_file({key: x for key, x in tensors.items() if "1.mlp.up_proj" not in key}, tmp_path / "packed.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert name in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("stored", "told"), [("float", "int8"), ("int8", "float")])
 def test_a_packed_export_whose_config_has_other_values_is_not_verified(stored, told, tmp_path, capsys):
     export_model(patched(), tmp_path, "packed", values=stored)

@@ -18,7 +18,7 @@ import torch
 import zoo
 from recipe_runs import TEXTS, jsonl
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModel, AutoTokenizer, BertModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForMaskedLM, BertModel, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
@@ -410,3 +410,20 @@ def test_another_model_in_the_output_stays(models, text, tmp_path, capsys):
     assert main(arguments(models / "llama", text, tmp_path / "out")) == 2
     assert "another model that is no export" in capsys.readouterr().err
     assert read(tmp_path / "out") == read(models / "bert")
+
+
+def test_a_block_without_a_hidden_token_counts_for_nothing(models, monkeypatch):
+    model = BertForMaskedLM.from_pretrained(models / "bert")
+    rows = torch.randint(5, 300, (2, 16))
+    labels = torch.where(torch.rand(2, 16) < 0.3, rows, module.IGNORED)
+    batches = [
+        {"input_ids": rows, "labels": labels},
+        {"input_ids": rows, "labels": torch.full_like(rows, module.IGNORED)},
+    ]
+    plan = SimpleNamespace(held_out=rows.repeat(2, 1), batch_size=2, device="cpu", kind="masked")
+    found = []
+    for number in (1, 2):
+        plan.held_out, waiting = rows.repeat(number, 1), iter(batches)
+        monkeypatch.setattr(module, "_batch", lambda *_, waiting=waiting: next(waiting))
+        found.append(module.measure(plan, "pruned", model, model)["loss"])
+    assert found[0] == found[1] and math.isfinite(found[0])
