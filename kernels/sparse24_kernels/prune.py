@@ -135,7 +135,8 @@ def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str
     """
     check_pattern("s_ste_scale", n, m)
     check_one_of(SCALE_RULES, rule=rule)
-    return _s_ste_scale(weight, n, m, check_groups("s_ste_scale", weight, m, dim), rule)
+    dim = check_groups("s_ste_scale", weight, m, dim)
+    return weight.new_ones((), dtype=torch.float32) if rule == "none" else _s_ste_scale(weight, n, m, dim, rule)
 
 
 def prune_forms(

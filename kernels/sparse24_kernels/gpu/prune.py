@@ -129,7 +129,17 @@ def _prune_group(x0, x1, x2, x3, scale, RULE: tl.constexpr, NARROW: tl.constexpr
         k0, k1, k2, k3 = two_largest(x0, x1, x2, x3, NARROW)
         return x0 * _as_factor(k0), x1 * _as_factor(k1), x2 * _as_factor(k2), x3 * _as_factor(k3)
     else:
-        y0, y1, y2, y3 = soften(x0, x1, x2, x3)
+        # sign(x) * max(|x| - t, 0), t the second smallest magnitude of the four; a NaN spreads over its group.
+        ALL: tl.constexpr = tl.PropagateNan.ALL
+        a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
+        lows = tl.maximum(tl.minimum(a0, a1, ALL), tl.minimum(a2, a3, ALL), ALL)
+        highs = tl.minimum(tl.maximum(a0, a1, ALL), tl.maximum(a2, a3, ALL), ALL)
+        t = tl.minimum(lows, highs, ALL)
+        # x - clamp(x, -t, t), which a NaN in x or t comes through.
+        y0 = x0 - tl.minimum(tl.maximum(x0, -t, ALL), t, ALL)
+        y1 = x1 - tl.minimum(tl.maximum(x1, -t, ALL), t, ALL)
+        y2 = x2 - tl.minimum(tl.maximum(x2, -t, ALL), t, ALL)
+        y3 = x3 - tl.minimum(tl.maximum(x3, -t, ALL), t, ALL)
         return y0 * scale, y1 * scale, y2 * scale, y3 * scale
 
 
@@ -141,27 +151,9 @@ def _prune_row(x, scale, RULE: tl.constexpr, NARROW: tl.constexpr):
     return join4(y0, y1, y2, y3)
 
 
-@triton.jit
-def soften(x0, x1, x2, x3):
-    """sign(x) * max(|x| - t, 0), t the second smallest magnitude of the four; a NaN spreads over its group."""
-    ALL: tl.constexpr = tl.PropagateNan.ALL
-    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
-    lows = tl.maximum(tl.minimum(a0, a1, ALL), tl.minimum(a2, a3, ALL), ALL)
-    highs = tl.minimum(tl.maximum(a0, a1, ALL), tl.maximum(a2, a3, ALL), ALL)
-    t = tl.minimum(lows, highs, ALL)
-    # x - clamp(x, -t, t), which a NaN in x or t comes through.
-    y0 = x0 - tl.minimum(tl.maximum(x0, -t, ALL), t, ALL)
-    y1 = x1 - tl.minimum(tl.maximum(x1, -t, ALL), t, ALL)
-    y2 = x2 - tl.minimum(tl.maximum(x2, -t, ALL), t, ALL)
-    y3 = x3 - tl.minimum(tl.maximum(x3, -t, ALL), t, ALL)
-    return y0, y1, y2, y3
-
-
 @on_its_device
 def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
     """One read of the weight: two sums per tile, added up in fp64, in a fixed order."""
-    if rule == "none":
-        return weight.new_ones((), dtype=torch.float32)
     matrix, along = as_matrix(weight, dim)
     programs = grid(*matrix.shape)
     sums = matrix.new_empty(2, *programs, dtype=torch.float32)

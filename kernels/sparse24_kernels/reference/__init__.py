@@ -26,5 +26,3 @@ OPERATORS = Operators(
     packed_mm=packed.packed_mm,
     packed_linear=packed.packed_linear,
 )
-
-__all__ = ["OPERATORS", "decay", "gated", "masks", "mvue", "packed", "prune", "transposable"]

@@ -59,8 +59,6 @@ def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
     pruned = soft_threshold(weight, n, m, dim, None)
     if rule == "mse":
         wanted, kept = (weight * pruned).sum(), pruned.square().sum()
-    elif rule == "l1":
-        wanted, kept = weight.abs().sum(), pruned.abs().sum()
     else:
-        wanted = kept = weight.new_ones(())
+        wanted, kept = weight.abs().sum(), pruned.abs().sum()
     return torch.where(kept == 0, 1.0, wanted / kept).float()

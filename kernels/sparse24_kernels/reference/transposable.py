@@ -1,12 +1,5 @@
 """Solvers for transposable masks: n of every m kept along rows *and* along columns of each m x m tile.
 
-Four ways to choose a mask, best first. Kept share of the L1 norm on Gaussian 4x4 tiles, 2:4:
-
-    exact, min-cost-flow   0.703   the optimum: over all 90 legal patterns, or as a flow problem
-    greedy                 0.692   keep the largest that still fits; torch's `_sparse_semi_structured_tile`
-    two-approx             0.630   prune the smallest while its row or column still has too many; within 2x of the
-                                   optimal loss
-
 Every solver takes the magnitudes of tiles `[T, m, m]` in fp32 or fp64 and returns bool `[T, m, m]`. Among equal
 magnitudes the two fast solvers keep the lower index (row by row). Among equal patterns the exact solver takes the first
 in the order of its tournament; min-cost-flow finds an optimum, but does not say which.
@@ -111,7 +104,10 @@ def _by_min_cost_flow(tiles: Tensor, n: int) -> Tensor:
 
 
 def _by_greedy(tiles: Tensor, n: int) -> Tensor:
-    """From the largest down, keep what leaves at most n in its row and its column. Some tiles keep fewer than n * m."""
+    """From the largest down, keep what leaves at most n in its row and its column. Some tiles keep fewer than n * m.
+
+    So does torch's `_sparse_semi_structured_tile`.
+    """
     return _sweep(tiles, descending=True, fits=lambda row, column: (row < n) & (column < n))
 
 

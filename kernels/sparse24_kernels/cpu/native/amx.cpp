@@ -10,7 +10,6 @@ extern const Path path_avx512_bf16;
 
 namespace {
 
-constexpr int64_t PASS = 4;     // blocks of 16 tokens at a time: for more, the weight is read again
 constexpr int64_t AHEAD = 256;  // values between what is prefetched and what is read
 constexpr int64_t LAG = 2;      // steps between writing a dense tile and reading it: then it is in L1
 

@@ -11,7 +11,6 @@ extern const Path path_avx512;
 
 namespace {
 
-constexpr int64_t ROWS_PER_TASK = 32;
 constexpr int PREFETCH = 8192;  // bytes of values ahead of what is read, to L2: L1 waits for too few lines at a time
 
 // The sums of T vectors, at most four; lanes are added in the same order for any T.

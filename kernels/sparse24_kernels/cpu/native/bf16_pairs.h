@@ -8,7 +8,6 @@
 
 namespace {
 
-constexpr int64_t PASS = 4;          // blocks of 16 tokens at a time
 constexpr int64_t DEPTH = 64;        // inputs that are multiplied before the next row: their pairs fill 24 kB of L1
 constexpr int64_t CHUNK_ROWS = 256;  // rows whose sums stay in L2
 constexpr int64_t ROWS_AHEAD = 16;   // prefetched, because hardware does not foresee the jump to the next row

@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int64_t TILE = 256;        // 32-bit words in a tile: 16 rows of 64 bytes
+constexpr int64_t PASS = 4;          // blocks of 16 tokens at a time: for more, the weight is read again
 constexpr int64_t MOST_BLOCKS = 32;  // whose x is kept as tiles: for more, all starts again
 
 // Transposes 16 x 16 words.

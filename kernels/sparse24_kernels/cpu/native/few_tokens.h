@@ -8,7 +8,6 @@
 
 namespace {
 
-constexpr int64_t ROWS_PER_TASK = 32;
 constexpr int PREFETCH = 4096;  // bytes of values ahead of what is read
 constexpr int64_t L1_BYTES = 32 * 1024;
 
@@ -32,14 +31,14 @@ inline void few_rows(const Linear& p, const float* x, int64_t padded, int64_t ro
   typename Isa::Floats sums[R][T][SUMS];
   for (auto& tokens : sums)
     for (auto& apart : tokens)
-      for (auto& sum : apart) sum = Isa::zero();
+      for (auto& sum : apart) sum = typename Isa::Floats{};
 
   auto step = [&](int64_t j, int r, const V* v, const uint8_t* m) __attribute__((always_inline)) {
     constexpr bool SCALED = sizeof(V) == 1;
     uint64_t bits = bits_of(m);
     typename Isa::Floats some[T][SUMS];
     for (int t = 0; t < T; t++)
-      for (int s = 0; s < SUMS; s++) some[t][s] = SCALED ? Isa::zero() : sums[r][t][s];
+      for (int s = 0; s < SUMS; s++) some[t][s] = SCALED ? typename Isa::Floats{} : sums[r][t][s];
 #pragma GCC unroll 16
     for (int i = 0; i < STEP / Isa::LANES; i++, bits >>= Isa::LANES) {
       const unsigned kept = bits & ((1u << Isa::LANES) - 1);
@@ -71,7 +70,7 @@ inline void few_rows(const Linear& p, const float* x, int64_t padded, int64_t ro
   for (int r = 0; r < R; r++)
     for (int t = 0; t < T; t++) {
       typename Isa::Floats total = sums[r][t][0];
-      for (int s = 1; s < SUMS; s++) total = Isa::add(total, sums[r][t][s]);
+      for (int s = 1; s < SUMS; s++) total = total + sums[r][t][s];
       write(p, token + t, row + r, Isa::sum(total));
     }
 }

@@ -1,4 +1,5 @@
-// The vectors of a path.
+// The vectors of a path, `Isa`. It multiplies ROWS by four tokens at a time: as many sums as registers hold. `expand` puts
+// the first values, in order, where a bit of the mask is 1, and zeros elsewhere.
 #pragma once
 #include "problem.h"
 
@@ -16,15 +17,11 @@ struct Ranks {
 }  // namespace
 
 #if ISA_AVX512
-#define VECTOR_BYTES 64
 #include "isa_avx512.h"
 #elif ISA_AVX2
-#define VECTOR_BYTES 32
 #include "isa_avx2.h"
 #elif ISA_NEON
-#define VECTOR_BYTES 16
 #include "isa_neon.h"
 #else
-#define VECTOR_BYTES 16
 #include "isa_portable.h"
 #endif

@@ -8,10 +8,9 @@ namespace {
 
 struct Isa {
   static constexpr int LANES = 8;
-  static constexpr int ROWS = 1;  // multiplied at a time by four tokens: as many sums as registers hold
+  static constexpr int ROWS = 1;
   typedef __m256 Floats;
 
-  static Floats zero() { return _mm256_setzero_ps(); }
   static Floats load(const float* values) { return _mm256_loadu_ps(values); }
   static Floats load(const bf16* values) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)values));
@@ -22,12 +21,10 @@ struct Isa {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)values)));
   }
   static Floats all(float f) { return _mm256_set1_ps(f); }
-  static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-  // The first values, in order, where a bit of the mask is 1; zeros elsewhere.
   static Floats expand(Floats values, unsigned mask) {
     static constexpr Ranks ranks;
     const __m256i rank = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(ranks.of[mask]));
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values, rank), zero(), _mm256_castsi256_ps(rank));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values, rank), Floats{}, _mm256_castsi256_ps(rank));
   }
   static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   static float sum(Floats v) {

@@ -8,10 +8,9 @@ namespace {
 
 struct Isa {
   static constexpr int LANES = 4;
-  static constexpr int ROWS = 2;  // multiplied at a time by four tokens: as many sums as registers hold
+  static constexpr int ROWS = 2;
   typedef float32x4_t Floats;
 
-  static Floats zero() { return vdupq_n_f32(0); }
   static Floats load(const float* values) { return vld1q_f32(values); }
   static Floats load(const bf16* values) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t*)values), 16));
@@ -24,8 +23,6 @@ struct Isa {
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
   }
   static Floats all(float f) { return vdupq_n_f32(f); }
-  static Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
-  // The first values, in order, where a bit of the mask is 1; zeros elsewhere.
   static Floats expand(Floats values, unsigned mask) {
     static constexpr Ranks ranks;
     const int8x8_t rank = vreinterpret_s8_u64(vdup_n_u64(ranks.of[mask]));

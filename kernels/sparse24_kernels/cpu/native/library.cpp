@@ -1,6 +1,8 @@
 // The plain C functions that Python calls: which paths this CPU runs, and each operator by a path.
 #include "problem.h"
 
+struct Candidate { const Path* path; Prune* const* prune; bool (*runs)(); };
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <unistd.h>
@@ -30,7 +32,6 @@ static bool has_amx() {
   return false;
 #endif
 }
-struct Candidate { const Path* path; Prune* const* prune; bool (*runs)(); };
 static const Candidate candidates[] = {
     {&path_amx, &prune_avx512, has_amx}, {&path_avx512_bf16, &prune_avx512, has_avx512_bf16},
     {&path_avx512, &prune_avx512, has_avx512}, {&path_avx2, &prune_avx2, has_avx2},
@@ -38,13 +39,11 @@ static const Candidate candidates[] = {
 #elif defined(__aarch64__)
 extern const Path path_neon, path_portable;
 extern Prune *const prune_neon, *const prune_portable;
-struct Candidate { const Path* path; Prune* const* prune; bool (*runs)(); };
 static const Candidate candidates[] = {
     {&path_neon, &prune_neon, [] { return true; }}, {&path_portable, &prune_portable, [] { return true; }}};
 #else
 extern const Path path_portable;
 extern Prune* const prune_portable;
-struct Candidate { const Path* path; Prune* const* prune; bool (*runs)(); };
 static const Candidate candidates[] = {{&path_portable, &prune_portable, [] { return true; }}};
 #endif
 

@@ -9,11 +9,11 @@
 
 namespace {
 
-constexpr int WIDTH = VECTOR_BYTES / 4;  // tokens in a vector
-typedef float Tokens __attribute__((vector_size(VECTOR_BYTES)));
+constexpr int WIDTH = Isa::LANES;  // tokens in a vector
+typedef float Tokens __attribute__((vector_size(4 * WIDTH)));
 constexpr int VECTORS = 8;  // whose sums are in registers: of one row, or of several
 // The vectors of a tile. AVX2 has registers for 12, and with 8 a sum would have to be ready in time every time.
-constexpr int WIDE = VECTOR_BYTES == 32 ? 12 : VECTORS;
+constexpr int WIDE = WIDTH == 8 ? 12 : VECTORS;
 constexpr int64_t TILE = WIDE * WIDTH;
 constexpr int64_t CHUNK = 128;  // rows whose sums stay in L2
 constexpr int64_t MOST_TOKENS = (512 + TILE - 1) / TILE * TILE;  // kept in blocks: for more, all starts again

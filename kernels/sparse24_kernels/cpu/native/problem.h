@@ -13,6 +13,7 @@ enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
 
 constexpr int64_t GROUP = 128;  // weights that share a scale, where the values are int8
 constexpr int64_t STEP = 64;    // weights that are expanded at a time; the M of a pattern divides it
+constexpr int64_t ROWS_PER_TASK = 32;
 
 // y [tokens, rows] = x [tokens, k] times a packed [rows, k], plus bias. All matrices are row-major and contiguous.
 struct Linear {
