@@ -192,6 +192,8 @@ def save_pretrained(
     if first and run and not (is_distributed or kwargs.get("distributed_checkpoint") or adapters_in(model)):
         state_dict = dict(model.state_dict() if state_dict is None else state_dict)
         state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8)
+        # In the architecture's own format experts are split, and fused layers joined, which a method's state cannot be.
+        kwargs.setdefault("save_original_format", False)
         run.record(marked=True)
     try:
         ownership.name_parts(model.config, type(model).__name__)
