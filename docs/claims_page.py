@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [path for path in (str(ROOT / "recipes"),) if path not in sys.path]
 
 import analysis_page
+import gpu_page
 import methods_runs
 
 from hf_sparse24.tables import markdown_table
@@ -26,7 +27,7 @@ COMPARABLE = 0.02
 
 SHORT = "`claims.py --only {}`"
 METHODS = "`compare_methods.py`"
-GPU = "no GPU was at hand; "
+NOT_TIMED = "not timed on a GPU"
 
 SEEN, NOT_SEEN, CONTRADICTED, ELSEWHERE = "seen", "**not seen**", "**contradicted**", "needs a GPU or their data"
 NOT_RUN = "**not run**"
@@ -87,6 +88,11 @@ class Results:
 
     def json(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
+
+    def h100_step(self, method: str) -> str:
+        """How a step of the Trainer compares with the dense one."""
+        step = gpu_page.steps(self.folder / "gpu")
+        return f"on an H100 a step of four layers of Llama 8B {step['dense'] / step[method]:.2f}"
 
     @cached_property
     def _methods(self) -> list[Run]:
@@ -210,9 +216,9 @@ INTRO = """# What the papers claim, and what was seen
 
 - **The models are tiny**: unless a row says otherwise, a Llama of 0.46M parameters on Python's standard library.
   Runs of `claims.py` have {steps} steps of 1,024 tokens (0.6M tokens), those of [methods side by side](methods.md)
-  4,000 (4.1M). At 0.6M tokens the model is far from using what it has: half of the MLPs' weights cost nothing there,
-  so rows on what sparsity costs use the longer runs where they exist. A claim that is not seen here may hold at the
-  papers' sizes.
+  4,000 (4.1M). At 0.6M tokens the model is far from using what it has: dropping half of the MLPs' weights costs nothing
+  there. So rows on the cost of sparsity use the longer runs, where there are any. A claim that is not seen here may
+  hold at the papers' sizes.
 - Differences are of validation loss in nats per token, seed by seed; brackets have the lowest and the highest seed.
 - *Seen*: in every seed; in a single seed by {noise:g} nats. *Contradicted*: the opposite in every seed, by
   {noise:g} nats in the mean. *Not seen*: neither.

@@ -7,9 +7,9 @@ import analysis_page as descent
 from claims_page import (
     CONTRADICTED,
     ELSEWHERE,
-    GPU,
     METHODS,
     NOT_SEEN,
+    NOT_TIMED,
     SEEN,
     SHORT,
     Claim,
@@ -175,7 +175,8 @@ S_STE = (
         "FFN 1.31 times as fast in training, 1.54 in inference (RTX 3090)",
         "`make gpu`; `benchmarks/sparse_training.py`",
         lambda r: (
-            f"{GPU}on CPUs, fp32, over dense: a layer {speeds('layers', '1024', ('s-ste',), r)}, a step of a Llama "
+            f"over dense: {r.h100_step('s-ste')}; on CPUs, fp32, a layer "
+            f"{speeds('layers', '1024', ('s-ste',), r)}, a step of a Llama "
             f"{speeds('steps', 'd = 1024', ('s-ste',), r)}",
             ELSEWHERE,
         ),
@@ -330,16 +331,15 @@ T_SR_STE = (
     ),
     Claim("T8", '"similar convergence to dense training"', SHORT.format("long") + ", " + METHODS, _convergence),
     Claim("T9", "transposable masks by convolution are the optimum", SHORT.format("kernels-seed0"), _transposable_kept),
-    Claim(
-        "T10", "their search is faster than the 2-approximation (GB/s)", "`make gpu`", GPU + "its kernel was not timed"
-    ),
-    Claim("T11", "gated activations with fewer L2 misses are up to 5 times as fast", "`make gpu`", GPU + "not timed"),
+    Claim("T10", "their search is faster than the 2-approximation (GB/s)", "`make gpu`", NOT_TIMED),
+    Claim("T11", "gated activations with fewer L2 misses are up to 5 times as fast", "`make gpu`", NOT_TIMED),
     Claim(
         "T12",
         '"actual acceleration on different shapes of transformer block": FFN up to 1.63, block 1.31 (24 GB cards)',
         "`make gpu`; `benchmarks/sparse_training.py`",
         lambda r: (
-            f"{GPU}on CPUs, fp32, over dense: a layer {speeds('layers', '1024', ('t-sr-ste',), r)}, a step of a Llama "
+            f"over dense: {r.h100_step('t-sr-ste')}; on CPUs, fp32, a layer "
+            f"{speeds('layers', '1024', ('t-sr-ste',), r)}, a step of a Llama "
             f"{speeds('steps', 'd = 1024', ('t-sr-ste',), r)}",
             ELSEWHERE,
         ),

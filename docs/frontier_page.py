@@ -52,7 +52,7 @@ def read(folder: Path, model: str = MODEL) -> dict[str, Row]:
         ]
         for run in runs:
             name = (run["variant"].split() + ["2:4"])[1] + " bf16"
-            if name in rows:
+            if name in rows and "quality" not in rows[name]:
                 rows[name] = {"quality": run["corpora"], "of": run["variant"]} | rows[name]
     return dict(sorted(rows.items(), key=lambda item: -item[1]["bytes"]))
 
@@ -149,6 +149,6 @@ def verdicts(rows: dict[str, Row]) -> str:
 
 
 FRONT = (
-    "A row is on the front if no other row is as good or better in both KL and the column's cost. `no: 7 (X)`: seven "
-    "rows are, X among them. Sparse rows are bold."
+    "A row is on the front unless another is at least as good in both KL and the column's cost. `no: 7 (X)`: seven "
+    "others are, X among them. Sparse rows are bold."
 )

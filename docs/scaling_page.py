@@ -102,8 +102,8 @@ def page(folder: Path) -> str:
     ]
     if any(cell for row in equal for cell in row[1:]):
         parts += [
-            "Parameters of an equally good dense model, divided by the sparse model's. Between two sizes, the loss is "
-            "taken as linear in the logarithm of the parameters:",
+            "How large is a dense model with the same loss? Its parameters over the sparse model's. Between two sizes, "
+            "the loss is taken as linear in the logarithm of the parameters:",
             markdown_table(["parameters", *names], equal),
         ]
     versions, device = runs[0]["versions"], runs[0]["device"]

@@ -1,7 +1,7 @@
 """A plugin of vLLM that serves packed exports; vLLM finds it by the entry point `vllm.general_plugins`.
 
-A packed weight `[out, in]` stays packed from file to GEMM: three Parameters in place of one, loaded, stacked and split
-by vLLM's own code. Written against vLLM 0.32.
+A packed weight `[out, in]` stays packed from file to GEMM: two Parameters in place of one, with int8 values three,
+loaded, stacked and split by vLLM's own code. Written against vLLM 0.32.
 """
 
 from typing import Any

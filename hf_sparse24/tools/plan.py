@@ -23,8 +23,8 @@ FLOPS_PER_BYTE = 295  # of an H100 SXM, by its data sheet: 989 TFLOPS (dense, bf
 _MASK = 1 / 8  # bytes of an element of a packed mask
 _LONG_RUN = 10_000  # optimizer steps, at least, of the run that schedules and refreshes are averaged over
 _ASSUMED = (
-    "assumed: pruning takes as long as the bytes that it moves, and compresses in the same pass, as on Hopper; "
-    "every GEMM that can be sparse is; activations and traffic between GPUs are not counted"
+    "assumed: every GEMM that can be sparse runs sparse; pruning takes as long as moving its bytes, and compresses in "
+    "the same pass, as on Hopper. Not counted: activations, traffic between GPUs, the host"
 )
 
 

@@ -52,7 +52,7 @@ def sparse_linear(
 
 
 def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan: GemmPlan | None = None) -> Tensor:
-    """`F.linear(x, unpack_nm(packed), bias)`, on a GPU and for few tokens without the dense weight in memory.
+    """`F.linear(x, unpack_nm(packed), bias)`; for as many tokens as a kernel is known to win, without the dense weight.
 
     Not differentiable where a kernel runs: the gradient of x is `grad @ unpack_nm(packed)`.
 

@@ -5,7 +5,7 @@ are compared with fp32, at the smallest and the largest n of a bucket. Without s
 bits, in timed runs too: some algorithms are wrong only occasionally (pytorch issue 155333).
 
 A call is captured in a CUDA graph and replayed: that is the time of the device. torch's operator takes the host 50 to
-600 us to set up a plan in every call (pytorch issues 177866 and 179642; 455 to 604 us beside an H100), where cuBLAS
+600 us to set up a plan in every call (pytorch issues 177866 and 179642; 455 to 585 us beside an H100), where cuBLAS
 needs 20. That is measured apart.
 """
 

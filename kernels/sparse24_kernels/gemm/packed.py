@@ -1,4 +1,4 @@
-"""Weights that exist in packed form alone: the backend that multiplies by them as they are, for few tokens."""
+"""Weights that exist in packed form alone: the backend that multiplies by them as they are."""
 
 from operator import attrgetter, index
 from typing import Any

@@ -39,9 +39,9 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
         device: where the operands are.
         backend: a backend's name, or `"auto"`, which asks the backends in order. `"dense"` is dense math.
             `"cusparselt"` runs on Nvidia's sparse tensor cores: under `"auto"` only where a measurement, with checked
-            results, says that it is faster; requested, by the fastest known algorithm even where dense is faster, or
-            by the library's default where nothing was measured. `"cpu"` runs in fp32 on CPUs, under `"auto"` where a
-            measurement says that it is faster. `register_backend` adds others.
+            results, says that it is faster and that the GPU need not wait for the host; requested, by the fastest known
+            algorithm even where dense is faster, or by the library's default where nothing was measured. `"cpu"` runs
+            in fp32 on CPUs, under `"auto"` where a measurement says that it is faster. `register_backend` adds others.
 
     Returns:
         The plan, with its reason. Dense math runs what the backends refuse, each with its reason.
@@ -79,8 +79,9 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
 def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     """How to run a linear layer with a packed weight.
 
-    Few tokens take a kernel that reads the weight packed, where the device has one. Otherwise an operand is made in
-    every call: compressed where a sparse algorithm is known to be faster, or else dense.
+    Few tokens on a GPU, and as many on a CPU as the kernel is known to win for, take a kernel that reads the weight
+    packed. Otherwise an operand is made in every call: compressed where a sparse algorithm is known to be faster, or
+    else dense.
 
     Args:
         problem: of `linear_problem`; with `is_int8=True` for int8 values, and the weight's `pattern`.

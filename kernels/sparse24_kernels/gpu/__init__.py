@@ -1,4 +1,4 @@
-"""The operators of `reference` as Triton kernels. FP8, masked decay and counting flips run in PyTorch everywhere.
+"""The operators of `reference` as Triton kernels. FP8, masked decay and counting flips run in PyTorch on GPUs.
 
 With TRITON_INTERPRET=1 in the environment before the import, they run on CPU tensors in Triton's interpreter. That is
 how the tests check them where there is no GPU.

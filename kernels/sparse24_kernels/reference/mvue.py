@@ -11,7 +11,7 @@ from .prune import wide
 
 
 def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
-    """Draw the estimate of `x` that `key` determines, "dense" or "transposed"; `dim` is not negative.
+    """Draw the estimate of `x` that `key` determines, in one of `FORMS`; `dim` is not negative.
 
     Each group gets one random number (two for "approx"), determined by its index along `dim` and by the vector along
     `dim` that it is in. So the estimate of a transposed matrix along the other dimension is the transposed estimate.
