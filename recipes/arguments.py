@@ -48,7 +48,7 @@ class SparseArguments:
                 raise UsageError(f"method_module={self.method_module!r}: {error}") from error
         check_choice("method", self.method, ("dense", *sorted(METHODS)))
         if self.flips_of is not None:
-            check_choice("flips_of", self.flips_of, sorted(METHODS))
+            check_choice("flips_of", self.flips_of, sorted(name for name in METHODS if not METHODS[name].keeps_zeros))
             if self.method != "dense":
                 raise UsageError(f"flips_of is for method='dense'; {self.method!r} logs its own flip_rate")
         self.sparse24 = json_object("sparse24", self.sparse24)

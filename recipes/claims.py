@@ -212,6 +212,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", default="runs/stdlib_text", help="directory of the text and its tokenizer")
     args = parser.parse_args(argv)
     chosen = [cell for cell in cells() if not args.only or {*cell[:2]} & {*args.only}]
+    if not chosen:
+        parser.error(f"--only {' '.join(args.only)}: names no group and no run; --list shows them")
     if args.list:
         print("\n".join(f"{name}  {'there' if _path(args, name).exists() else '-'}" for _, name, _ in chosen))
         return

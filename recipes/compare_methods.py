@@ -31,11 +31,10 @@ import train
 import transformers
 from arguments import UsageError, parse_arguments
 from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, read_runs, search
-from running import evaluate_text, train_and_save
+from running import evaluate_text, train_and_save, whole_checkpoint
 from running import run as run_script
 from torch.optim import Optimizer
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_sparse24 import __version__, sparse_weights
 from hf_sparse24.progress import Progress
@@ -152,7 +151,7 @@ def run(
         trainer.create_optimizer = partial(_create_optimizer, trainer, trainer.create_optimizer)
         if watch is not None:
             watch(trainer)
-        train_and_save(trainer, get_last_checkpoint(trainer.args.output_dir))
+        train_and_save(trainer, whole_checkpoint(trainer.args.output_dir))
         evaluate_text(trainer)
     logs = trainer.state.log_history
     training = [log for log in logs if "loss" in log]
@@ -232,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{variant}: waits for the search of {RATE_OF[variant]}; run the same again when that is done")
     if not runs:
         raise UsageError(f"{args.results}: no runs; `make methods` makes them")
-    page = args.results.parent / "methods.md"
+    page = (args.results.parent if args.results == RESULTS else args.results) / "methods.md"
     stdlib_text.replace_file(page, methods_page.page(runs, page.with_suffix(".png")))
     print(page)
 

@@ -134,8 +134,11 @@ def main(argv: list[str] | None = None) -> None:
     results.mkdir(parents=True, exist_ok=True)
     stdlib_text.prepare(args.data)
     for variant in args.variants:
-        result = compare_methods.run(variant, args.rate, args.seed, args.data, args.steps, known)
         name = f"{variant}-lr{args.rate:g}-seed{args.seed}"
+        if (results / f"{name}.json").exists():
+            print(f"{name}: there already, in {results}")
+            continue
+        result = compare_methods.run(variant, args.rate, args.seed, args.data, args.steps, known)
         print(f"{name}: {result['eval_loss']:.4f} in {result['train_seconds']:.0f} s", flush=True)
         stdlib_text.replace_file(results / f"{name}.json", json.dumps(result) + "\n")
 

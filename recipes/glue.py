@@ -69,16 +69,20 @@ def make_datasets(args: GlueArguments, tokenizer) -> datasets.DatasetDict:
     splits = datasets.load_dataset(args.dataset, args.task)
     splits = datasets.DatasetDict({name: rows for name, rows in splits.items() if not name.startswith("test")})
     columns = TASKS[args.task].columns
+    if "train" not in splits or not any(name.startswith("validation") for name in splits):
+        raise UsageError(f"{args.dataset} has the splits {[*splits]}; train and a validation split are needed")
     missing = sorted({*columns, "label"} - {*splits["train"].column_names})
     if missing:
         raise UsageError(f"task={args.task!r}: {args.dataset} lacks the columns {missing}")
     if args.max_samples is not None:
         splits = datasets.DatasetDict({name: rows.take(args.max_samples) for name, rows in splits.items()})
 
+    others = [name for name in splits["train"].column_names if name != "label"]
+
     def tokenize(batch):
         return tokenizer(*(batch[column] for column in columns), truncation=True, max_length=args.max_length)
 
-    return splits.map(tokenize, batched=True, remove_columns=[*columns, "idx"], desc="Tokenizing")
+    return splits.map(tokenize, batched=True, remove_columns=others, desc="Tokenizing")
 
 
 def make_metrics(task: str):

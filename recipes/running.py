@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, sparse_run, unpatch_model
 from hf_sparse24.methods import METHODS
+from hf_sparse24.training.resume import last_whole_checkpoint
 
 
 def run(main: Callable[[], Any]) -> Any:
@@ -52,7 +53,15 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
             f"output_dir={args.output_dir!r}: holds {Path(last).name} of an earlier run; --resume_from_checkpoint true "
             f"goes on from it; to start afresh, name another directory or delete its checkpoints"
         )
-    return resume
+    return (whole_checkpoint(args.output_dir) if resume is True else None) or resume
+
+
+def whole_checkpoint(output_dir: str) -> str | None:
+    """The newest checkpoint in a directory that a Trainer has written to its end; None where there is none."""
+    try:
+        return last_whole_checkpoint(output_dir)
+    except ValueError:
+        return None
 
 
 def sparse_or_dense_trainer(

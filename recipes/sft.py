@@ -1,6 +1,7 @@
 """Supervised fine-tuning (SFT) of a 2:4 sparse model on chats or instructions, through TRL; all weights, or LoRA.
 
-    python recipes/sft.py recipes/finetune/sft.yaml --dataset my_chats/
+    python recipes/sft.py recipes/finetune/sft.yaml --dataset my_chats/ \\
+        --train_split train --validation_split validation
     python recipes/sft.py recipes/finetune/sft.yaml recipes/finetune/sft-toy.yaml      # a minute, on local data
 
 `--lora true` trains an adapter and exports the merged model, as `lora.py` does. `--method dense` is the control run.
@@ -45,7 +46,10 @@ ARGUMENTS = (ModelArguments, ChatArguments, SparseArguments, LoraArguments, trl.
 
 def make_dataset(args: ChatArguments, split: str) -> "datasets.Dataset":
     """The columns of one split that TRL trains on."""
-    rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split)
+    try:
+        rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split)
+    except ValueError as error:  # no such split
+        raise UsageError(f"dataset={args.dataset!r}: {error}") from error
     if args.max_samples is not None:
         rows = rows.take(args.max_samples)
     for columns in COLUMNS:

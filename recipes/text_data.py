@@ -26,10 +26,12 @@ class DataArguments:
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    train_split: str = field(default="train", metadata={"help": "Split of a Hub dataset to train on."})
+    train_split: str = field(
+        default="train", metadata={"help": "Split to train on: of a Hub dataset, or the local file of that name."}
+    )
     validation_file: str | None = field(default=None, metadata={"help": "Files to evaluate on, as for dataset."})
     validation_split: str | None = field(
-        default=None, metadata={"help": "A fraction of dataset to hold out, as 0.05, or a split of a Hub dataset."}
+        default=None, metadata={"help": "A fraction of dataset to hold out, as 0.05, or a split, as train_split."}
     )
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
     block_size: int = field(default=512, metadata={"help": "Tokens per training sequence."})
@@ -66,8 +68,13 @@ class DataArguments:
 
 
 def load_text(source: str, args: DataArguments, split: str = "train") -> datasets.Dataset | datasets.IterableDataset:
-    """Documents from local files, or from split `split` of a Hub dataset."""
+    """Documents of a split of a Hub dataset; or from local files, from that of the split's name where there is one."""
     files = find_files(source)
+    named = [file for file in files if Path(file).stem == split]
+    if files and not named and split != "train":
+        way = "give a fraction, as 0.05, or validation_file"
+        raise UsageError(f"split {split!r}: {source} has no file of that name; {way}")
+    files = named or files
     if files:
         if not any(Path(file).stat().st_size for file in files):
             raise UsageError(f"{source}: empty, there is no text in it")

@@ -33,6 +33,8 @@ SECTIONS: dict[str, tuple[float, Callable[[Any], Section]]] = {
 }
 """Minutes and maker of each."""
 
+RESULTS = ROOT / "recipes/results/cpu"
+
 
 def main(arguments: list[str] | None = None) -> int:
     names = ", ".join(SECTIONS)
@@ -42,12 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--llama-cpp", action="store_true", help="generation in llama.cpp, too")
     parser.add_argument("--minutes", type=float, help="time for each section; default: 8 for layers, 60 for generation")
     parser.add_argument("--only", default="", help="only rows with this text in their name")
-    parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/cpu", help="folder of the results")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/benchmark_cpu", help="folder of the exports")
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
     options = parser.parse_args(arguments)
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"{', '.join(sorted(unknown))}: sections are {names}")
+    if options.quick and not options.list and options.output == RESULTS:
+        parser.error("--quick would replace real results: name a folder with --output")
     transformers.utils.logging.disable_progress_bar()
     flags = [word for word in ("quick", "llama_cpp", "only") if getattr(options, word)]
     words = [f"--{flag.replace('_', '-')}" + (f"={options.only}" if flag == "only" else "") for flag in flags]

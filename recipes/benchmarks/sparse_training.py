@@ -160,15 +160,20 @@ def curves(steps: int) -> dict[str, list[float]]:
     return found
 
 
+RESULT = ROOT / "recipes/results/cpu_training.json"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100, help="of the loss curves (default 100)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/cpu_training.json")
+    parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.parts != list(PARTS) and not options.child and options.output == RESULT:
+        parser.error("--parts would replace the whole result: name a file with --output")
     if options.child:
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(options.threads[0])

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import random
-import re
 import statistics
 import sys
 import time
@@ -25,9 +24,13 @@ if __name__ == "__main__":
     sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
+import torch
+from sparse24_kernels.first_use import device_name
+
 from recipes.benchmarks.builds import FORMATS, SMOLLM2, export
 from recipes.benchmarks.timing import turns
 from recipes.benchmarks.variants import Loaded, Variant, serve
+from recipes.stdlib_text import replace_file
 
 REQUESTS = (1, 4, 16)
 PROMPT, NEW = 32, 32
@@ -86,7 +89,7 @@ def main() -> None:
         rows.append(row)
     for variant in ways.values():
         variant.close()
-    name = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0]
+    name = device_name(torch.device("cpu"))
     about = {
         "model": f"SmolLM2-135M, bf16, all linear layers 2:4; prompts of {PROMPT} tokens, {NEW} new",
         "device": f"{name}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}",
@@ -96,7 +99,7 @@ def main() -> None:
         "versions": {package: version(package) for package in PACKAGES},
         "engines": {way: variant.loaded for way, variant in ways.items()},
     }
-    RESULT.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    replace_file(RESULT, json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

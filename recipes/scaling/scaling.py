@@ -146,7 +146,8 @@ def main(argv: list[str] | None = None) -> None:
         for run in missing:
             progress.update(0, run.name)
             flags = {"max_steps": args.steps} if args.steps else {}
-            found = train(run, args.data, output_dir=str(args.data.parent / "scaling" / run.name), **flags)
+            output = args.data.parent / "scaling" / (f"{args.steps} steps" if args.steps else "") / run.name
+            found = train(run, args.data, output_dir=str(output), **flags)
             print(f"{run.name}: {found['eval_loss']:.4f}", flush=True)
             replace_file(args.results / f"{run.name}.json", json.dumps(found) + "\n")
             replace_file(args.results / "sources.json", (args.data / "sources.json").read_text())

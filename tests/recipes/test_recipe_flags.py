@@ -1,11 +1,14 @@
 """The flags of train.py, from YAML files and the command line, and the errors of wrong ones."""
 
+import json
+
 import pytest
 import stdlib_text
 import train
 import yaml
 from arguments import UsageError, parse_arguments, read_yaml
 from recipe_runs import LLAMA, flags, jsonl
+from text_data import DataArguments, load_text
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -139,3 +142,18 @@ def test_tokenizer_lacks_a_token(tmp_path, tokenizer, text_file, missing, object
     PreTrainedTokenizerFast(tokenizer_object=tokenizer_object, **tokens).save_pretrained(tmp_path / "lacking")
     with pytest.raises(ValueError, match=message):
         train.main(flags(tmp_path, text_file, tmp_path / "lacking", objective=objective))
+
+
+def test_a_named_split_of_local_files_is_the_file_of_that_name(tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+
+    def read(source, split):
+        return load_text(str(source), DataArguments(str(source)), split)["text"]
+
+    assert (read(tmp_path, "train"), read(tmp_path, "validation")) == (["train"], ["validation"])
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.jsonl").write_text('{"text": "a"}\n')
+    assert read(tmp_path / "one", "train") == ["a"]
+    with pytest.raises(UsageError, match=r"split 'validation': .* has no file of that name; give a fraction"):
+        read(tmp_path / "one", "validation")
