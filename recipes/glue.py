@@ -69,11 +69,13 @@ def make_datasets(args: GlueArguments, tokenizer) -> datasets.DatasetDict:
     splits = datasets.load_dataset(args.dataset, args.task)
     splits = datasets.DatasetDict({name: rows for name, rows in splits.items() if not name.startswith("test")})
     columns = TASKS[args.task].columns
-    if "train" not in splits or not any(name.startswith("validation") for name in splits):
-        raise UsageError(f"{args.dataset} has the splits {[*splits]}; train and a validation split are needed")
+    if "train" not in splits:
+        raise UsageError(f"{args.dataset} has the splits {[*splits]}, and no train")
     missing = sorted({*columns, "label"} - {*splits["train"].column_names})
     if missing:
         raise UsageError(f"task={args.task!r}: {args.dataset} lacks the columns {missing}")
+    if not any(name.startswith("validation") for name in splits):
+        raise UsageError(f"{args.dataset} has the splits {[*splits]}, and none to validate on")
     if args.max_samples is not None:
         splits = datasets.DatasetDict({name: rows.take(args.max_samples) for name, rows in splits.items()})
 
