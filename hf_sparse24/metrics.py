@@ -4,25 +4,6 @@ import torch
 from torch import Tensor
 
 
-def flip_rate(old_mask: Tensor, new_mask: Tensor) -> float:
-    """Return the share of weights that entered or left the mask: `||m_k xor m_{k-1}||_1 / d`, 0 to 1.
-
-    A swapped pair counts as two. In a healthy run the rate rises, then fades towards 0.
-
-    Args:
-        old_mask, new_mask: bool, same shape, of any size above 0.
-
-    Raises:
-        ValueError: different shapes, or a dtype other than bool.
-
-    Reference: Hu et al. 2024 (arXiv 2404.01847), section 3; S-STE (arXiv 2409.09099), section 3.2.
-    """
-    if old_mask.dtype != torch.bool or new_mask.dtype != torch.bool or old_mask.shape != new_mask.shape:
-        old, new = (f"{mask.dtype} {tuple(mask.shape)}" for mask in (old_mask, new_mask))
-        raise ValueError(f"flip_rate needs two bool masks of one shape, got {old} and {new}")
-    return (old_mask ^ new_mask).float().mean().item()
-
-
 def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
     """Return the share of the L1 norm that the bool mask keeps, 0 to 1.
 

@@ -43,7 +43,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup, set_seed
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, __version__, patch_model, sparse_weights
-from hf_sparse24.metrics import flip_rate
 
 RECIPES = Path(__file__).resolve().parent
 RESULTS = RECIPES / "results" / "analysis.json"
@@ -157,7 +156,7 @@ class Probe:
             "predicted_pruned": self._first_order(self._pruned, pruned),
             "actual": start - self.loss(pruned, batch),
             "held": start - self.loss(held, batch),
-            "flip_rate": flip_rate(self._masks, self.row_masks()),
+            "flip_rate": (self._masks ^ self.row_masks()).float().mean().item(),
         }
 
     def _first_order(self, old: Weights, new: Weights) -> float:
@@ -175,7 +174,7 @@ class Tiles:
 
     def refresh(self, step: int) -> None:
         masks = self._masks()
-        self.rates.append((step, flip_rate(self.masks, masks)))
+        self.rates.append((step, (self.masks ^ masks).float().mean().item()))
         self.flips += (self.masks ^ masks).sum(1)
         self.masks = masks
 

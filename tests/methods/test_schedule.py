@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_sparse24 import Sparse24Config
-from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
+from hf_sparse24.metrics import is_nm_sparse, kept_magnitude
 from hf_sparse24.run import SparseRun
 
 
@@ -49,14 +49,6 @@ def test_mask_refreshes():
 def test_too_few_steps(arguments, total, message):
     with pytest.raises(ValueError, match=message):
         method_of(**arguments).schedule(total)
-
-
-def test_flip_rate():
-    old = torch.tensor([True, True, False, False])
-    assert flip_rate(old, old) == 0
-    assert flip_rate(old, torch.tensor([True, False, True, False])) == 0.5  # a swapped pair counts as two
-    with pytest.raises(ValueError, match="two bool masks of one shape"):
-        flip_rate(old, old[:2])
 
 
 def test_kept_magnitude():

@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import StepAdamW, step_param_groups
-from hf_sparse24.metrics import flip_rate, is_nm_sparse, kept_magnitude
+from hf_sparse24.metrics import is_nm_sparse, kept_magnitude
 from hf_sparse24.run import set_phase, sparse_run
 from hf_sparse24.weights.sparse_weight import SparseWeight
 from hf_sparse24.weights.storage import layer_name
@@ -196,7 +196,7 @@ def test_flip_rate_is_per_step(method):
         run_step(model, optimizer, controller, step)
         after = torch.cat([kernels.nm_mask(weight.parameter).flatten() for weight in weights.values()])
         if step in (0, 1, 3):  # the first, and every second
-            measured.append(flip_rate(before, after))
+            measured.append((before ^ after).float().mean().item())
         assert controller.metrics()["flip_rate"] == pytest.approx(measured[-1])
     assert measured[-1] > 0
     assert controller.metrics()["sparse_phase"] == 1.0
@@ -213,7 +213,8 @@ def test_flip_rate_of_refreshed_masks_is_per_refresh():
     assert "flip_rate" not in controller.metrics()
     run_step(model, optimizer, controller, 1)
     new = torch.cat([weight.mask().flatten() for weight in weights.values()])
-    assert controller.metrics()["flip_rate"] == pytest.approx(flip_rate(old, new)) and not torch.equal(old, new)
+    flips = (old ^ new).float().mean().item()
+    assert controller.metrics()["flip_rate"] == pytest.approx(flips) and flips > 0
 
 
 def test_random_streams_differ_by_layer_step_micro_step_and_seed_and_by_nothing_else():
