@@ -294,14 +294,20 @@ def main(argv: list[str] | None = None) -> None:
     settings = SETTINGS | {"steps": args.steps}
     versions = {"hf_sparse24": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     fresh = {"settings": settings, "versions": versions | {"python": platform.python_version()}, "runs": []}
-    results = json.loads(args.results.read_text()) if args.results.exists() else fresh
+
+    def read() -> dict[str, Any]:
+        return json.loads(args.results.read_text()) if args.results.exists() else fresh
+
+    results = read()
     if results["settings"] != settings:
         raise UsageError(f"{args.results}: runs of {results['settings']}, not {settings}; name another with --results")
     stdlib_text.prepare(args.data)
     for seed, variant in product(args.seeds, args.only):
         if (variant, seed) not in {(run["variant"], run["seed"]) for run in results["runs"]}:
-            results["runs"].append(measure(variant, seed, args.data, **settings))
-            print(f"{variant}, seed {seed}: validation loss {results['runs'][-1]['eval_loss']}", flush=True)
+            run = measure(variant, seed, args.data, **settings)
+            print(f"{variant}, seed {seed}: validation loss {run['eval_loss']}", flush=True)
+            results = read()  # another process may have added its own meanwhile
+            results["runs"].append(run)
             stdlib_text.replace_file(args.results, json.dumps(results) + "\n")
 
 

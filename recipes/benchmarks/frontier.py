@@ -41,6 +41,7 @@ from recipes.benchmarks.cpu_layers import Cpu
 from recipes.benchmarks.timing import middle, turns
 from recipes.benchmarks.variants import Variant, environment
 from recipes.pretrained.evaluation import Evaluation, read_documents
+from recipes.stdlib_text import replace_file
 
 PATTERNS = ("2:4", "8:16", "16:32", "6:8")
 OURS = ["dense bf16", "dense int8", *(f"{pattern} {values}" for pattern in PATTERNS for values in ("bf16", "int8"))]
@@ -88,7 +89,8 @@ class Models:
         if not (path / "config.json").exists():
             model = build(source).bfloat16()
             if pattern == "dense":
-                model.save_pretrained(path)
+                model.save_pretrained(part := f"{path}.part")
+                os.replace(part, path)
             else:
                 patch_model(model, Sparse24Config(method="ste", pattern=pattern, target_modules="all-linear"))
                 export_model(model, path, format=format, values={"bf16": "float"}.get(values, values))
@@ -181,6 +183,7 @@ def measure(options: argparse.Namespace, name: str, rows: list[str]) -> None:
         if "quality" in parts:
             corpora = corpora or models.evaluations()
             found["quality"] = {corpus: each.run(Remote(variant)) for corpus, each in corpora.items()}
+            replace_file(path, json.dumps(found, indent=1) + "\n")
         if "speed" in parts:
             dense = dense or models.start("dense bf16")
             sizes = {"prompt": 8, "new": 4} if options.quick else {"prompt": 32, "new": 32 if name == SMOLLM2 else 8}
@@ -189,7 +192,7 @@ def measure(options: argparse.Namespace, name: str, rows: list[str]) -> None:
             found |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
             found |= {"cpu": Cpu().facts["cpu"], "sizes": sizes}
         variant.close()
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        replace_file(path, json.dumps(found, indent=1) + "\n")
         print(f"{name}, {row}: {found['bytes'] / 1e6:.0f} MB, {found.get('speed')}", flush=True)
     if dense:
         dense.close()

@@ -155,11 +155,11 @@ class Mlps(Layers):
         if not entry.training:  # every method multiplies by the same kind of weight
             ways["packed"] = partial(patched, fused, "s-ste", "auto", "packed")
             ways["s-ste, auto"] = partial(patched, fused, "s-ste", "auto")
-            return ways | {"torch to_sparse_semi_structured": lambda: by_torch(build())}
+            return ways | {"torch to_sparse_semi_structured": lambda: by_torch(fused())}
         for method in METHODS:
             ways[method] = partial(patched, fused, method, "cusparselt")
             ways[f"{method}, auto"] = partial(patched, fused, method, "auto")
-        return ways | {"torchao SemiSparseLinear": lambda: by_torchao(build())}
+        return ways | {"torchao SemiSparseLinear": lambda: by_torchao(fused())}
 
 
 class Block(nn.Module):
