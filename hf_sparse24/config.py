@@ -68,6 +68,7 @@ class Sparse24Config(_InConfigJson):
 
     Attributes:
         settings: the method's `Settings`, also readable as attributes of the config (`config.mask_interval`).
+        given: the values of those settings that were given, by name; the others have the method's defaults.
 
     Raises:
         ValueError: a value that is not allowed; the message has the field, the value and what is allowed.
