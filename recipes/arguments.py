@@ -217,6 +217,13 @@ def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
         raise UsageError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
+def check_splits(dataset: str, splits: Iterable[str], *wanted: str) -> None:
+    """Raises a UsageError of the first split that a data set lacks."""
+    for split in wanted:
+        if split not in splits:
+            raise UsageError(f"{dataset} has no split {split!r}, only {sorted(splits)}")
+
+
 def json_object(name: str, value: dict | str | None) -> dict:
     """A flag that holds a JSON object: a text on the command line, a mapping in YAML; absent, an empty one."""
     if isinstance(value, str):

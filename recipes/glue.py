@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from arguments import SparseArguments, UsageError, check_choice, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_choice, check_splits, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
 from running import checkpoint_to_resume, evaluate_splits, leave, run, sparse_or_dense_trainer, train_and_save
@@ -69,8 +69,7 @@ def make_datasets(args: GlueArguments, tokenizer) -> datasets.DatasetDict:
     splits = datasets.load_dataset(args.dataset, args.task)
     splits = datasets.DatasetDict({name: rows for name, rows in splits.items() if not name.startswith("test")})
     columns = TASKS[args.task].columns
-    if "train" not in splits:
-        raise UsageError(f"{args.dataset} has the splits {[*splits]}, and no train")
+    check_splits(args.dataset, splits, "train")
     missing = sorted({*columns, "label"} - {*splits["train"].column_names})
     if missing:
         raise UsageError(f"task={args.task!r}: {args.dataset} lacks the columns {missing}")

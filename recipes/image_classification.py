@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import SparseArguments, UsageError, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_splits, check_toy_data, parse_arguments
 from models import ImageModelArguments, load_model
 from optional import require
 from running import checkpoint_to_resume, leave, run, save_metrics, sparse_or_dense_trainer, train_and_save
@@ -68,9 +68,7 @@ ARGUMENTS = (ImageModelArguments, ImageArguments, SparseArguments, TrainingArgum
 def make_datasets(args: ImageArguments, processor) -> tuple[datasets.Dataset, datasets.Dataset, list[str]]:
     """Images to train and to evaluate on, which become tensors when they are read, and the names of the classes."""
     splits = datasets.load_dataset(args.dataset)
-    for split in ("train", args.validation_split):
-        if split not in splits:
-            raise UsageError(f"{args.dataset} has no split {split!r}, only {sorted(splits)}")
+    check_splits(args.dataset, splits, "train", args.validation_split)
     train, held_out = splits["train"], splits[args.validation_split]
     missing = sorted({args.image_column, args.label_column} - {*train.column_names})
     if missing:

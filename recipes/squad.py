@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from arguments import SparseArguments, UsageError, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_splits, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
 from running import checkpoint_to_resume, leave, run, save_metrics, sparse_or_dense_trainer, train_and_save
@@ -132,6 +132,7 @@ def make_trainer(
     model = make_model(model_args, AutoModelForQuestionAnswering, tokenizer, length, training_args, config)
     with training_args.main_process_first(desc="splitting contexts"):
         splits = datasets.load_dataset(squad_args.dataset)
+        check_splits(squad_args.dataset, splits, "train", "validation")
         if squad_args.max_samples is not None:
             splits = {name: rows.take(squad_args.max_samples) for name, rows in splits.items()}
         train, held_out = (make_parts(splits[name], squad_args, tokenizer) for name in ("train", "validation"))

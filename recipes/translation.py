@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from arguments import SparseArguments, UsageError, check_toy_data, parse_arguments
+from arguments import SparseArguments, UsageError, check_splits, check_toy_data, parse_arguments
 from models import ModelArguments, make_model
 from optional import require
 from running import checkpoint_to_resume, evaluate_splits, leave, run, sparse_or_dense_trainer, train_and_save
@@ -52,9 +52,7 @@ ARGUMENTS = (ModelArguments, TranslationArguments, SparseArguments, Seq2SeqTrain
 def make_datasets(args: TranslationArguments, tokenizer) -> tuple[datasets.DatasetDict, dict[tuple[int, ...], str]]:
     """The tokenized splits, and the target texts of those that are evaluated, by their tokens."""
     splits = datasets.load_dataset(args.dataset, args.dataset_config)
-    for split in ("train", "validation"):
-        if split not in splits:
-            raise UsageError(f"{args.dataset} has no split {split!r}, only {sorted(splits)}")
+    check_splits(args.dataset, splits, "train", "validation")
     pair = next(iter(splits["train"].take(1)), {}).get(COLUMN, {})
     if missing := sorted({args.source, args.target} - {*pair}):
         raise UsageError(f"{args.dataset} lacks {missing} in a column {COLUMN!r}; it has {splits['train'].features}")

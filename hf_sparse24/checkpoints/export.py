@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
-from sparse24_kernels import Pattern
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -35,7 +34,7 @@ from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import first_of_each, sparse_weights, wrong_states
 from ..weights.storage import PACKED, TRAINED, PackedMaster
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
-from .manifest import MANIFEST, sparse_dim, write_manifest
+from .manifest import MANIFEST, SparseGroups, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
 from .safetensors_file import header_hash, open_safetensors, write_safetensors
 
@@ -157,7 +156,7 @@ def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str)
 
 def _write(
     model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, values: str
-) -> dict[str, tuple[int, Pattern]]:
+) -> SparseGroups:
     """Write a whole checkpoint into the empty folder `new`; return what `write_weights` says of its sparse tensors."""
     saved: SavedConfig = model.config.quantization_config
     saved = saved if saved.facts.packed is None else packed_config(saved, None)
@@ -190,13 +189,13 @@ def _write(
 
 def write_weights(
     new: Path, files: dict[str, list[LazyTensors]], index_name: str, fingerprint: str
-) -> tuple[dict[str, tuple[int, Pattern]], dict[str, str]]:
-    """Write the files of the weights, and the index of several; return the dimension and the pattern of the groups of
-    each sparse tensor, and the sha256 of each file, by name."""
+) -> tuple[SparseGroups, dict[str, str]]:
+    """Write the files of the weights, and the index of several; return the groups of the sparse tensors, and the sha256
+    of each file by name."""
     if len(files) > 1:  # a reader with another export's index finds that export's files or an error, never these
         files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
     metadata = {"format": "pt", MARK: fingerprint}
-    sparse: dict[str, tuple[int, Pattern]] = {}
+    sparse: SparseGroups = {}
     hashes: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     size = 0
@@ -212,10 +211,8 @@ def write_weights(
     return sparse, hashes
 
 
-def _computed(
-    group: list[LazyTensors], sparse: dict[str, tuple[int, Pattern]], progress: Progress
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file one by one, and write to `sparse` what `write_weights` returns of them."""
+def _computed(group: list[LazyTensors], sparse: SparseGroups, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file one by one, and add the groups of each sparse one to `sparse`."""
     for lazy in group:
         if lazy.packed is not None and lazy.groups is not None:
             sparse[lazy.packed] = lazy.groups

@@ -27,6 +27,8 @@ from .replacing import CONFIG
 from .safetensors_file import DTYPES, open_safetensors
 
 MANIFEST = "sparse24.json"
+SparseGroups = dict[str, tuple[int, Pattern]]
+"""The dimension, -1 or -2, and the pattern of the groups of each sparse tensor, by its name in the files."""
 _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 
 
@@ -160,13 +162,8 @@ def _values(tensors: Tensors, name: str) -> str | None:
     return None if values not in tensors or is_int8 != (scales in tensors) else "int8" if is_int8 else "float"
 
 
-def write_manifest(
-    directory: Path, format: str, sparse: dict[str, tuple[int, Pattern]], files: dict, config: dict[str, Any]
-) -> None:
-    """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict.
-
-    `sparse` has the dimension and the pattern of the groups of each sparse tensor.
-    """
+def write_manifest(directory: Path, format: str, sparse: SparseGroups, files: dict, config: dict[str, Any]) -> None:
+    """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict."""
     weights = {name: dim for name, (dim, _) in sparse.items()}
     patterns = {name: str(pattern) for name, (_, pattern) in sparse.items() if str(pattern) != config["pattern"]}
     manifest: dict[str, Any] = {"format": format, "weights": weights, "files": files, "config": config}

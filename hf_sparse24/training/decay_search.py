@@ -1,7 +1,8 @@
 """The search for a masked decay by probes of the warm-up (Hu et al. 2024, 4.3).
 
-`tune_masked_decay` says what is feasible. At mu >= 1 masks never settle; far below, they freeze before anything is
-learnt.
+A decay is feasible when masks flip somewhat less at the end of the warm-up than the would-be masks of dense training:
+mu = (flip rate, sparse) / (flip rate, dense) within [0.60, 0.95]. At mu >= 1 masks never settle; far below, they freeze
+before anything is learnt. mu falls as the decay grows, so the grid is bisected: ten candidates take four probes.
 """
 
 import copy
@@ -25,7 +26,7 @@ from ..run import set_phase, sparse_run
 from ..tables import TableReport
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
-from .step_masks import fresh_masks, trains
+from .step_masks import fresh_masks
 
 logger = get_logger(__name__)
 
@@ -79,7 +80,7 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
         raise ValueError(f"no masked decay acts: {FINISHED}")
     if steps is not None and steps < MIN_STEPS:
         raise ValueError(f"steps={steps}: a probe needs at least {MIN_STEPS} optimizer steps")
-    if not any(map(trains, sparse_weights(model_of(trainer)).values())):
+    if not has_trainable_masters(model_of(trainer)):
         raise ValueError("every sparse weight is frozen, as by adapters: no mask flips, and no masked decay acts")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
@@ -98,6 +99,11 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     feasible = [candidate for candidate in mu if FEASIBLE[0] <= mu[candidate] <= FEASIBLE[1]]
     chosen = min(feasible, key=lambda value: abs(mu[value] - MIDDLE), default=None)
     return DecayTuning(dense, dict(sorted(mu.items())), chosen)
+
+
+def has_trainable_masters(model: nn.Module) -> bool:
+    """Whether training changes any dense master weight, the only ones that decay acts on; adapters change none."""
+    return any(weight.master.requires_grad for weight in sparse_weights(model).values())
 
 
 def model_of(trainer: Trainer) -> nn.Module:

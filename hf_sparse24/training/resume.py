@@ -146,8 +146,9 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
 def restore(model: nn.Module, checkpoint: str | Path) -> None:
     """Give `model` what the Trainer does not load of a checkpoint: the phase it was saved in, and stacked experts.
 
-    Transformers writes experts apart and stacks them in `from_pretrained`. Its Trainer (tried with 5.23) looks for the
-    model's own names instead, warns of missing ones, and trains on with experts as they happen to be.
+    Of a dense model, Transformers writes experts apart and stacks them in `from_pretrained`. Its Trainer (tried with
+    5.23) looks for the model's own names instead, warns of missing ones, and trains on with experts as they happen to
+    be.
     """
     is_split = any(is_sharded(parameter) for parameter in model.parameters())  # accelerate loads what it saved itself
     if isinstance(model, PreTrainedModel) and not is_split and _has_other_names(model, checkpoint):
