@@ -14,6 +14,7 @@ from .layers.gated import fuse_gated_mlps, unfuse_gated_mlps
 from .layers.linear import Sparse24Conv1D, Sparse24Linear
 from .methods import register_method
 from .methods.registry import describe_settings
+from .metrics import is_nm_sparse
 from .patching.packing import pack_model, unpack_model
 from .patching.report import PatchReport
 from .patching.surgery import patch_model, unpatch_model
@@ -46,6 +47,7 @@ __all__ = [
     "distill",
     "export_model",
     "fuse_gated_mlps",
+    "is_nm_sparse",
     "make_model_card",
     "oneshot",
     "own_text",

@@ -14,9 +14,16 @@ def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
 
 
 def is_nm_sparse(tensor: Tensor, n: int = 2, m: int = 4, dim: int = -1) -> bool:
-    """Return whether every group of `m` consecutive elements along `dim` has at most `n` non-zeros.
+    """Return whether a tensor is N:M sparse.
 
-    False as well if `m` does not divide the size of `dim`: such a tensor has no N:M layout.
+    Args:
+        tensor: any shape and dtype.
+        n: how many of `m` consecutive elements may be non-zero.
+        m: the size of a group.
+        dim: the dimension that the groups run along: -1 for `nn.Linear`, 0 for GPT-2's `Conv1D`.
+
+    Returns:
+        False also where `m` does not divide the size of `dim`.
     """
     if tensor.shape[dim] % m:
         return False

@@ -27,8 +27,7 @@ from transformers import (
 )
 
 import hf_sparse24_command
-from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
-from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24 import Sparse24Config, export_model, is_nm_sparse, patch_model, sparse_weights
 from hf_sparse24.run import patched_config
 
 

@@ -114,6 +114,11 @@ def test_every_public_name_is_on_one_page():
         assert link in index, f"index.md lacks {link}"
 
 
+def test_every_name_for_authors_is_on_the_page_of_methods():
+    page = (pages.DOCS / "reference" / "methods.md").read_text()
+    assert not [name for name in methods.__all__ if not re.search(rf"[`.]{name}\b", page)]
+
+
 class AnyOutput(doctest.OutputChecker):
     """What an example shows must come; where it shows nothing, anything may, such as a Trainer's log."""
 
