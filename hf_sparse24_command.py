@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = "check all kernels again, and write sparse24-doctor.json, to paste into an issue"
     doctor.add_argument("--check", action="store_true", help=text)
     doctor.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
-    text = "measure every sparse GEMM that training MODEL asks for, and remember what wins"
+    text = "measure sparse GEMMs of training MODEL (on a GPU, or fp32 on a CPU), or packed layers (on a CPU)"
     tune = command("tune", "gemm_commands:tune", text)
     text = "bytes that training MODEL holds and that pruning moves, and when sparse GEMMs pay for it"
     plan = command("plan", "gemm_commands:plan", text)
@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
         each.add_argument("--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp")
         dtypes = ("bf16", "fp16", "fp32")
         each.add_argument("--dtype", choices=dtypes, default="bf16", help="of the GEMMs (default bf16)")
-        text = "that each layer sees per step and GPU, patches of images too (default 8192)"
+        text = "that a layer multiplies at a time: micro-batch x length, patches of images too (default 8192)"
         each.add_argument("--tokens", type=positive_number, default=8192, help=text)
     text = "FLOP that the GPU computes per byte that it moves (default: 295, an H100 SXM by its data sheet)"
     plan.add_argument("--flops-per-byte", type=positive_number, metavar="N", help=text)

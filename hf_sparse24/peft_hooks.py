@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 KEY = "sparse24"
-MASKED_TYPE = "LORA (import hf_sparse24, version 0.2 or later, before you load this adapter)"
+MASKED_TYPE = "LORA (import hf_sparse24, version 0.3 or later, before you load this adapter)"
 """The `peft_type` in the files of an adapter with masked layers."""
 
 

@@ -47,7 +47,7 @@ WEIGHT_FILES = re.compile(
 )
 """Names of the weight files of a model, which are removed when an export replaces it."""
 
-NO_FILE = "import hf_sparse24 (0.2 or later) before you load this model: its weights are packed"
+NO_FILE = "import hf_sparse24 (0.3 or later) before you load this model: its weights are packed"
 """Stored as the weights' file name, so that loading without hf_sparse24 fails with this text."""
 
 MARK = "hf_sparse24_export"  # the header key that marks a file of an export; its value differs between two exports
