@@ -15,6 +15,7 @@ from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
+from .checks import check_masters_unread
 from .checks import check_reference as check_reference_of
 from .controller import Sparse24Controller
 from .distillation import Distiller, find_distiller
@@ -70,7 +71,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             The trainer's callback, or a new one.
 
         Raises:
-            ValueError: a reference that is not what the policy is at the start.
+            ValueError: a reference that is not what the policy is at the start; or the trainer reads dense master
+                weights, such as that of a sparse output embedding.
 
         Examples:
             >>> from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -87,6 +89,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         """
         callback = next((present for present in trainer.callback_handler.callbacks if isinstance(present, cls)), cls())
         callback._put_first(trainer)
+        check_masters_unread(trainer)
         if check_reference and not trainer.state.global_step:
             check_reference_of(trainer)
         if callback._trainer is None:

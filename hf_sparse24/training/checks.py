@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import Trainer
 
+from ..layers.sparse_module import WeightModule
 from ..methods.base import DENSE_PHASE
 from ..progress import get_logger
 from ..run import sparse_run
@@ -76,6 +77,19 @@ def _hash(tensor: Tensor) -> int:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def check_masters_unread(trainer: Trainer) -> None:
+    """Raise ValueError where a trainer reads dense master weights, with which the sparse model does not compute: TRL
+    (1.16) and Liger that of the head for their losses, and TRL all of them for vLLM, but those below adapters."""
+    model, arguments = cast(Any, trainer.model), cast(Any, trainer.args)
+    run, head = sparse_run(model), getattr(model, "get_output_embeddings", lambda: None)()
+    is_trl = any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+    if isinstance(getattr(head, "base_layer", head), WeightModule) and (is_trl or arguments.use_liger_kernel):
+        reader = "TRL" if is_trl else "use_liger_kernel=True"
+        raise ValueError(f"the output embedding is sparse, and {reader} reads its dense master weight: leave it dense")
+    if getattr(arguments, "use_vllm", False) and run and not (run.method.keeps_zeros or hasattr(model, "peft_config")):
+        raise ValueError("use_vllm=True: TRL sends vLLM the dense master weights of the policy; set it to False")
 
 
 @torch.no_grad()

@@ -196,6 +196,21 @@ def test_settings_that_take_masters_for_weights_are_refused(setting, start, tmp_
         Sparse24Callback.add_to(dpo(start, tmp_path, **{setting: True}))
 
 
+@pytest.mark.parametrize("make", [sft, dpo, grpo])
+def test_a_sparse_output_embedding_is_refused(make, start, tmp_path):
+    """TRL reads `lm_head.weight`, the dense master, for its loss."""
+    config = Sparse24Config(method="fixed-mask", target_modules=["up_proj", "lm_head"])
+    with pytest.raises(ValueError, match="the output embedding is sparse, and TRL reads its dense master weight"):
+        Sparse24Callback.add_to(make(start, tmp_path, policy(start, config=config)))
+
+
+def test_generation_by_vllm_from_dense_masters_is_refused(start, tmp_path):
+    trainer = grpo(start, tmp_path)
+    trainer.args.use_vllm = True  # TRL makes no such trainer where there is no vLLM
+    with pytest.raises(ValueError, match="use_vllm=True: TRL sends vLLM the dense master weights"):
+        Sparse24Callback.add_to(trainer)
+
+
 @pytest.mark.parametrize("make", [sft, dpo])
 def test_adapters_on_a_sparse_base(start, tmp_path, make):
     """TRL wraps the patched model; the reference is the sparse base without the adapter."""
