@@ -256,7 +256,7 @@ class Sparse24Controller:
         return StepContext(self.step, self.total_steps, self.phase, self.optimizer, self.weights)
 
     def _set_streams(self) -> None:
-        self._streams.set(self.seed + rank(), self.step, self.micro_step)
+        self._streams.set(self.seed, rank(), self.step, self.micro_step)
 
 
 def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:

@@ -162,9 +162,11 @@ class RandomStreams:
                 weights[index].rng_key = key
             self._keys.append((indices, keys))
 
-    def set(self, seed: int, step: int, micro_step: int) -> None:
+    def set(self, seed: int, rank: int, step: int, micro_step: int) -> None:
+        """Fix the draws of a micro-step. With tensor parallelism, weights that all ranks hold draw alike in all."""
+        splits = [weight.storage.is_split for weight in self._weights]
         for indices, keys in self._keys:
-            values = [_mix(seed, step, micro_step, index) for index in indices]
+            values = [_mix(seed + rank * (splits[i] or not any(splits)), step, micro_step, i) for i in indices]
             fresh = torch.tensor(values, dtype=torch.int64)
             # Of pinned memory: otherwise the host would wait for all that the GPU has been given.
             keys.copy_(fresh.pin_memory() if keys.is_cuda else fresh, non_blocking=True)

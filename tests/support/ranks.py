@@ -206,7 +206,7 @@ def run_step(model, optimizer, controller, step: int, rank: int, world: int, eng
         _sync(model, engine, micro == 1)
         for part in parts:
             if engine == "one":  # what process `part` draws
-                controller._streams.set(controller.seed + part, controller.step, micro)
+                controller._streams.set(controller.seed, part, controller.step, micro)
             batch = zoo.batch(seed=100 * step + 10 * part + micro)
             part_loss = model(**batch).loss / (2 * len(parts))
             part_loss.backward()

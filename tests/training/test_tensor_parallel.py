@@ -8,7 +8,7 @@ from distributed_runs import METHODS, check_equal, settings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import export_model
+from hf_sparse24 import export_model, sparse_weights
 from hf_sparse24_command import main
 
 WITH_PARAMETERS = ("own", "slope-adapters")
@@ -35,6 +35,19 @@ def test_random_gradients_are_unbiased_draws_of_each_process():
 def _losses(rank, world):
     model, optimizer, controller = ranks.make("llama", settings("s-ste"), "tp", 8)
     return [ranks.run_step(model, optimizer, controller, 0, rank, world, "tp")[0] for _ in range(8)]
+
+
+def test_a_weight_that_all_processes_hold_draws_alike_in_all():
+    whole, split = zip(*ranks.run(2, _keys))
+    assert whole[0] == whole[1] and split[0] != split[1]
+
+
+def _keys(rank, world):
+    model, _, _ = ranks.make("deepseek_v3", settings("s-ste") | {"target_modules": "all-linear"}, "tp", 8)
+    weights = sparse_weights(model).values()
+    keys = [[int(weight.rng_key) for weight in weights if weight.storage.is_split is split] for split in (False, True)]
+    assert all(keys)
+    return keys
 
 
 def test_a_split_that_cuts_groups_is_refused():

@@ -114,7 +114,7 @@ def _train_alone(name):
         total = torch.zeros(())
         for micro in range(2):
             for rank in range(WORLD):
-                controller._streams.set(controller.seed + rank, step, micro)  # what that process draws
+                controller._streams.set(controller.seed, rank, step, micro)  # what that process draws
                 loss = model(**zoo.batch(100 * step + 10 * rank + micro)).loss / (2 * WORLD)
                 loss.backward()
                 total += loss.detach()
