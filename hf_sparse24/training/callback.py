@@ -10,6 +10,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy
 
 from ..checkpoints.card import describe_checkpoint
+from ..methods.base import DENSE_PHASE
 from ..patching.ownership import adopt
 from ..progress import get_logger
 from ..run import sparse_run
@@ -196,9 +197,12 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self.controller.end()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             run = self.controller.run
-            was_dense = run.is_dense
+            last = run.phase
             restore(kwargs["model"], state.best_model_checkpoint)
-            if run.is_dense and not was_dense:
+            has_begun = (state.best_global_step or 0) > run.method.schedule(state.max_steps).start
+            if run.phase == last != "sparse" and has_begun:
+                run.record(finished=True)
+            if run.is_dense and last != DENSE_PHASE:
                 logger.warning(
                     f"load_best_model_at_end: {state.best_model_checkpoint} was saved in the {run.phase} phase, so the "
                     "model is dense now; load the last checkpoint for a sparse one"

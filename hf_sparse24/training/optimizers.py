@@ -91,6 +91,8 @@ class TorchOptimizer:
         that the optimizer is not going to take does not count. torch's handles end it."""
 
         def final_gradients() -> None:
+            if self._is_within_step():
+                return
             self._takes_step = _unscale(self.optimizer)
             if self._takes_step:
                 before()
@@ -98,7 +100,7 @@ class TorchOptimizer:
 
         def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
-            self._takes_step = False
+            self._takes_step = self._is_within_step()
             if kwargs == {"closure": None} and not any(group.get("lr", 1) for group in optimizer.param_groups):
                 return None  # torch.distributed.checkpoint lets the optimizer make its state so, before it loads that
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -120,6 +122,11 @@ class TorchOptimizer:
                 after()
 
         return [self.optimizer.register_step_pre_hook(pre_hook), self.optimizer.register_step_post_hook(post_hook)]
+
+    def _is_within_step(self) -> bool:
+        """Whether a `step` calls that of its base class: torch wraps `step` of each class, and calls hooks in both."""
+        steps = {cls.step for cls in type(self.optimizer).__mro__ if issubclass(cls, torch.optim.Optimizer)}
+        return self._takes_step and sum(hasattr(step, "hooked") for step in steps) > 1
 
 
 def _unscale(optimizer: Any) -> bool:

@@ -25,6 +25,7 @@ from ..peft_hooks import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
 from ..run import set_phase, sparse_run
 from ..weights.sharding import is_sharded
+from ..weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
 
@@ -156,7 +157,11 @@ def restore(model: nn.Module, checkpoint: str | Path) -> None:
         loaded = type(model).from_pretrained(checkpoint)
         model.load_state_dict(loaded.state_dict(), strict=False)  # a dense one has no state
     saved, run = saved_config(checkpoint), sparse_run(model)
-    if saved is not None and run is not None:
+    if saved is None and (Path(checkpoint) / CONFIG).is_file():  # masks and scales are of the weights before
+        for weight in sparse_weights(model).values():
+            weight.clear_encodings()
+            weight.init_state()
+    elif saved is not None and run is not None:
         run.record(finished=False)  # the state is loaded already
         set_phase(model, saved.facts.phase)
         run.record(finished=saved.facts.finished)

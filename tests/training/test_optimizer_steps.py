@@ -93,6 +93,25 @@ def test_a_closure_that_makes_the_gradients():
     assert torch.equal(results["none"], results["args"]) and torch.equal(results["none"], results["kwargs"])
 
 
+class OwnAdamW(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_a_step_that_calls_that_of_its_base_class_decays_once(has_closure):
+    """torch calls the hooks of an optimizer in both, where one of the base class has been made before."""
+    models = mlp(masked_decay=0.5), mlp(masked_decay=0.5)
+    for model, cls in zip(models, (torch.optim.AdamW, OwnAdamW)):
+        optimizer = cls(model.parameters(), lr=0.1)
+        controller = Sparse24Controller(model, optimizer, total_steps=2)
+        for _ in range(2):
+            gradients(model, 0.01)
+            optimizer.step((lambda: None) if has_closure else None)
+        assert controller.step == 2
+    assert torch.equal(models[0][0].weight, models[1][0].weight)
+
+
 def test_the_learning_rate_is_that_of_loaded_groups():
     """An optimizer that loads its state makes new group objects."""
     model = mlp(masked_decay=0.5, decay_on="weight")

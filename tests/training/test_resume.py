@@ -10,7 +10,7 @@ import zoo
 from training_runs import arguments, dataset, decay_trainer, train, weights
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model, sparse_weights
 from hf_sparse24.run import sparse_run
 from hf_sparse24.training.resume import checkpoint_damage, last_whole_checkpoint
 
@@ -140,6 +140,21 @@ def test_a_dense_run_can_go_on_sparse_with_a_warning(tmp_path, caplog):
     dense.train()
     resume(tmp_path, str(tmp_path / "checkpoint-2"), max_steps=8)
     assert "a model that was not patched: sparsity starts from its dense weights" in caplog.text
+
+
+def test_masks_of_a_run_that_goes_on_from_a_dense_one_are_of_its_weights(tmp_path):
+    Trainer(zoo.build("llama"), arguments(tmp_path, **SAVING), train_dataset=dataset()).train()
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    patch_model(dense, config := Sparse24Config(method="fixed-mask"))
+    run = Sparse24Trainer(
+        zoo.build("llama", seed=1),
+        arguments(tmp_path, learning_rate=0.0),
+        train_dataset=dataset(),
+        sparse24_config=config,
+    )
+    run.train(str(tmp_path / "checkpoint-2"))
+    expected = {name: weight.mask() for name, weight in sparse_weights(dense).items()}
+    assert all(torch.equal(weight.mask(), expected[name]) for name, weight in sparse_weights(run.model).items())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it

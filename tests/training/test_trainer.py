@@ -243,9 +243,14 @@ def test_the_best_model_computes_as_it_did(tmp_path):
         assert torch.equal(run.model.eval()(**inputs).logits, best(**inputs).logits)
 
 
+def test_a_best_model_of_the_dense_tail_has_finished(tmp_path):
+    run = train_to_the_best(tmp_path, Sparse24Config(method="t-sr-ste", dense_tail=5))
+    assert sparse_run(run.model).phase == "dense" and sparse_run(run.model).facts.finished
+
+
 def test_a_dense_best_model_of_a_run_that_ends_sparse_warns(tmp_path, caplog):
     run = train_to_the_best(tmp_path, Sparse24Config(method="ste", dense_start=5))
-    assert sparse_run(run.model).phase == "dense"
+    assert sparse_run(run.model).phase == "dense" and not sparse_run(run.model).facts.finished
     assert "checkpoint-2 was saved in the dense phase, so the model is dense now" in caplog.text
 
 
