@@ -142,8 +142,9 @@ def set_phase(model: nn.Module, phase: str) -> None:
     """Let a model compute in another phase of its method; in training the controller sets phases.
 
     A model whose run has ended dense, or with SLoPe's adapters (`facts.finished`), stays so in further training.
-    `set_phase(model, "sparse")` before that makes it follow the method's schedule again; after a dense phase, with
-    masks and scales of its weights as they are now.
+    `set_phase(model, "sparse")` before that makes it follow the schedule again; where the run ended dense, with
+    masks and scales of its weights as they are now. Otherwise masks and scales stay as they are: for dense training
+    before sparse training take `dense_start`.
 
     Args:
         model: a patched model, whole. One without a run, such as a dense model, stays as it is.

@@ -37,11 +37,8 @@ class KeptMaskMethod(SparseMethod):
     by magnitude unless a subclass returns another `{"mask_bits": kernels.pack_bits(mask)}`."""
 
     mask_is_local = True
-
-    @property
-    def keeps_fewer(self) -> bool:
-        """Whether a mask may keep fewer than N of every M."""
-        return False
+    keeps_fewer: ClassVar[bool] = False
+    """Whether a mask may keep fewer than N of every M."""
 
     @property
     def both_ways(self) -> str | None:

@@ -40,6 +40,7 @@ from .settings import LENGTH, GemmSettings, PhaseSettings, is_positive_length, o
 class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
     transposable = True
     flips_at_refresh = True
+    keeps_fewer = True  # as two solvers do; masks of one may be left when the solver is changed
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(MaskedDecaySettings, PhaseSettings, GemmSettings):
@@ -58,10 +59,6 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
         dense_tail: int | float = with_default(
             PhaseSettings, "dense_tail", 1 / 6, "section 4.4 of the paper, 50k of 300k steps"
         )
-
-    @property
-    def keeps_fewer(self) -> bool:
-        return self.settings.mask_solver in ("greedy", "two-approx")
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         solver = self.settings.mask_solver

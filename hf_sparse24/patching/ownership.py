@@ -46,7 +46,8 @@ def adopt(model: nn.Module) -> SparseRun | None:
         if (says_nothing or (named is run.saved and whole not in run.owners)) and sparse_weights(whole, TRAINED):
             write_config(whole, run)
             is_part = any(owner is not whole and whole in owner.modules() for owner in run.owners)
-            if len(wholes) == 1 and not is_part:  # several share one config, which cannot name the layers of each
+            # Several share one config, which cannot name the layers of each. A copy has its names already.
+            if says_nothing and len(wholes) == 1 and not is_part:
                 name_layers(whole, run)
     return run
 

@@ -17,7 +17,7 @@ from ..layers.sparse_module import choose_class, make_dense
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from ..weights.storage import TRAINED, name_without_adapters
+from ..weights.storage import TRAINED, layer_name, name_without_adapters
 from .masters import check_masters, pack_masters, wants_packed_master
 from .ownership import adopt, check_not_offloaded, name_layers, write_config
 from .refusals import check_module, check_trainable, reject_non_finite, reject_quantized, reject_wrapped
@@ -86,7 +86,11 @@ def _patch_again(model: nn.Module, run: SparseRun, config: Sparse24Config | None
             raise ValueError(f"already patched with another config ({others}); call unpatch_model(model) first")
         run.change_settings(**config.given)
         run.change_config(backend=config.backend)
-    candidates = find_candidates(model, run)
+    sparse = {layer_name(name) for name in sparse_weights(model, TRAINED)}
+    candidates = [
+        each if each.skipped or each.name in sparse else each._replace(skipped="dense when the rest was patched")
+        for each in find_candidates(model, run)
+    ]
     adopt(model)
     return make_report(model, run, candidates, False)
 
@@ -155,7 +159,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model is not patched, or compiled, wrapped or sharded.
+        ValueError: the model is not patched, or compiled, wrapped or sharded; with `sparse=False`, adapters are merged.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -166,6 +170,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     """
     check_module(model)
     weights = sparse_weights(model, TRAINED)
+    if not sparse:
+        check_unmerged(model)
     for name, weight in weights.items():
         if is_sharded(weight.master):
             way = "call export_model(model, directory) in all processes, which writes the plain model"

@@ -99,6 +99,17 @@ def test_unpatching_a_merged_model_keeps_outputs_also_once_it_is_unmerged():
     assert not sparse_weights(model)
 
 
+def test_the_dense_masters_of_a_merged_model_are_not_lost():
+    model = adapted()
+    masters = {name: weight.parameter.clone() for name, weight in sparse_weights(model).items()}
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"an adapter is merged .*: model\.unmerge_adapter\(\)"):
+        unpatch_model(model, sparse=False)
+    model.unmerge_adapter()
+    unpatch_model(model, sparse=False)
+    assert all(torch.equal(model.get_parameter(name), master) for name, master in masters.items())
+
+
 def test_a_merged_model_is_neither_packed_nor_unpacked_nor_patched():
     sparse, packed = adapted(), adapted()
     pack_model(packed.get_base_model())

@@ -1,10 +1,13 @@
 """A model that was patched through a part of it says so in its own config, which is what gets saved."""
 
+import copy
+
 import model_kinds
 import pytest
 import torch
 import zoo
 from sparse_models import logits
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_sparse24 import (
@@ -74,6 +77,21 @@ def test_a_part_that_was_sparse_before_it_became_one(tmp_path):
     del model.config.quantization_config
     patch_model(model)
     assert_reloads_the_same(model, tmp_path / "patched")
+
+
+def test_the_report_of_a_model_of_which_a_part_is_sparse():
+    model = zoo.build("llama")
+    patch_model(nn.ModuleList(model.model.layers[:1]), Sparse24Config(target_modules=["up_proj"]))
+    report = patch_model(model)
+    assert report.patched == ("model.layers.0.mlp.up_proj",)
+    assert report.skipped["model.layers.1.mlp.up_proj"] == "dense when the rest was patched"
+
+
+def test_a_copy_has_the_config_of_its_model():
+    model = zoo.build("llama")
+    patch_model(model, Sparse24Config(target_modules="mlp"))
+    Sparse24Controller(again := copy.deepcopy(model), torch.optim.AdamW(again.parameters()), total_steps=3)
+    assert patched_config(again) == patched_config(model) == Sparse24Config(target_modules="mlp")
 
 
 def test_parts_with_configs_of_their_own_are_refused():
