@@ -69,6 +69,7 @@ def method_page(name: str) -> str:
         rows = rows.replace("\n| **Reference**", f"\n| **Its paper's claims** | {link} |\n| **Reference**")
     rows = rows.replace("recipes/results/methods.md", "[Methods side by side](../measured/methods.md)")
     rows = rows.replace("docs/measured/pretrained.md", "[A pretrained model](../measured/pretrained.md)")
+    rows = re.sub(r"docs/(\w+/(\w+)\.md)", lambda page: f"[{page[2].replace('_', ' ')}](../{page[1]})", rows)
     settings = "\n".join(f"| `{key}` | {_cell(text)} |" for key, text in describe_settings(name).items())
     return f"""# `{name}`
 

@@ -4,10 +4,10 @@ Method card
     Forward          Z = X (beta S(W))^T with the soft threshold S(w) = sign(w) max(|w| - t, 0), t the second smallest
                      magnitude of the four. S is continuous: a weight enters and leaves at zero.
     Scale            beta = <W, S(W)> / ||S(W)||^2, one fp32 number per weight tensor, computed when sparsity begins,
-                     then frozen and saved. The paper recomputed it in every step: it grew and flips exploded (Fig. 4).
-                     Our small model did not show that (docs/measured/claims.md, S5).
-                     The logs have its mean and maximum over the weights. `recipes/ablations.py` has the paper's
-                     ablations (Tables 1 and 3, Fig. 4); `scale_rule` is that of Table 2
+                     then frozen and saved. The paper reports that it grows, and flips explode, where it is computed in
+                     every step (Fig. 4); our small model did not show that (docs/measured/claims.md, S5). The logs have
+                     its mean and maximum over the weights. `recipes/ablations.py` has the paper's ablations (Tables
+                     1 and 3, Fig. 4); `scale_rule` is that of Table 2
     Backward         dX = dZ (beta S(W)), a dense GEMM with the sparse values
                      dW = MVUE(dZ^T) X, passed straight through to W: no beta, no mask
     Hyper-parameters none; no dense phase
