@@ -137,6 +137,7 @@ def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) 
         probe.__dict__["_modules"] = others | linears
         probe.train()  # so that dropout shows
         x = 3 * torch.randn(2, 3, 8, dtype=torch.float64, device="cpu")
+        x = torch.cat([x, 1e3 * x])  # so that what clamps large values shows
         try:
             own = probe.forward(x)
             return torch.allclose(own, _fused_forward(probe, x, layout, up_first, kind), rtol=1e-6, atol=1e-6)

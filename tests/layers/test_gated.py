@@ -199,6 +199,7 @@ OTHERS = {
     "learned scale": lambda mlp, x: mlp.scale * mlp.down_proj(gate(mlp, x)),
     "dropout": lambda mlp, x: mlp.down_proj(F.dropout(gate(mlp, x), 0.1, mlp.training)),
     "more arguments": lambda mlp, x, scale=1.0: scale * mlp.down_proj(gate(mlp, x)),
+    "clamped": lambda mlp, x: mlp.down_proj(F.silu(mlp.gate_proj(x).clamp(max=10)) * mlp.up_proj(x).clamp(-10, 10)),
     "another use": lambda mlp, x: mlp.down_proj(F.silu(mlp.up_proj(x) + mlp.gate_proj(x))),
 }
 
