@@ -9,7 +9,7 @@ error, because a few tokens of most language models hold nearly all of the varia
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ def reconstruct_block(
     name: str,
     block: nn.Module,
     masks: dict[Tensor, Tensor],
+    before: Container[Tensor],
     examples: list[BlockExample],
     passes: int,
     rate: float,
@@ -53,16 +54,23 @@ def reconstruct_block(
 ) -> tuple[float, float]:
     """Train a block's kept weights, biases and norms in place, and return its `BlockReport.error` before and after.
 
-    A block whose training gains nothing stays as it was. Each example is one step of Adam in every pass, at `rate`
-    times the root mean square of each parameter. ValueError where the block's outputs have NaN or inf.
+    A block whose training gains nothing stays as it was, and so do Parameters of blocks `before`. Each example is one
+    step of Adam in every pass, at `rate` times the root mean square of each parameter. ValueError where the block's
+    outputs have NaN or inf, or it writes into its inputs.
     """
-    trained = [p for p in block.parameters() if p in masks or (p.dim() == 1 and p.is_floating_point())]
+    trained = [
+        p for p in block.parameters() if p in masks or (p not in before and p.dim() == 1 and p.is_floating_point())
+    ]
     start = [parameter.detach().clone() for parameter in trained]
-    before = _mean_error(examples)
-    if not math.isfinite(before):
+    versions = [example.call.versions() for example in examples]
+    error = _mean_error(examples)
+    if not math.isfinite(error):
         raise ValueError(f"{name} gives NaN or inf, so block reconstruction cannot train it: take bf16, not fp16")
+    if versions != [example.call.versions() for example in examples]:
+        way = "take reconstruct='layer'"
+        raise ValueError(f"{name} writes into its inputs, so block reconstruction cannot compute it again: {way}")
     if not trained:  # it shares all that it has with blocks before it
-        return before, before
+        return error, error
     with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
         kept = [p[masks[p]] if p in masks else p for p in trained]
         sizes = [values.float().square().mean().sqrt().item() for values in kept]
@@ -84,14 +92,14 @@ def reconstruct_block(
                 optimizer.zero_grad()
                 progress.update(0, f"training {name}: step {schedule.last_epoch:,} of {steps:,}")
     after = _mean_error(examples)
-    if not after < before:
+    if not after < error:
         for parameter, values in zip(trained, start):
             parameter.copy_(values)
         logger.warning(
-            f"{name}: reconstruction undone (error {before:.3f}, then {after:.3f}); lower learning_rate, or take bf16"
+            f"{name}: reconstruction undone (error {error:.3f}, then {after:.3f}); lower learning_rate, or take bf16"
         )
-        after = before
-    return before, after
+        after = error
+    return error, after
 
 
 def _mean_error(examples: list[BlockExample]) -> float:

@@ -33,6 +33,7 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Modu
             raise ValueError(f"batch {index} of data: input_ids are {list(ids.shape)}, must be [sequences, tokens]")
         if all(isinstance(value, Tensor) for value in inputs.values()):
             _check_takes(model, inputs)
+            _check_padding(index, inputs)
             return inputs
     found = {k: type(v).__name__ for k, v in inputs.items()} if isinstance(inputs, Mapping) else type(batch)
     raise ValueError(f"batch {index} of data is {found}: must be a dict of tensors, or a tensor of input_ids")
@@ -45,6 +46,19 @@ def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:
         raise ValueError(
             f"{type(model).__name__} is not called with {sorted(inputs)} ({error}); prune the Transformers model inside"
         ) from error
+
+
+def _check_padding(index: int, inputs: ModelInputs) -> None:
+    """Raise ValueError where encoder and decoder differ in padding and not in length: masks are found by length."""
+    mask = inputs.get("attention_mask")
+    theirs = [inputs[name] for name in ("decoder_attention_mask", "decoder_input_ids") if name in inputs]
+    theirs += [inputs["labels"] != -100] if "labels" in inputs else []
+    if mask is None or not theirs or theirs[0].shape != mask.shape:
+        return
+    counts = torch.ones_like(mask) if theirs[0] is inputs.get("decoder_input_ids") else theirs[0]
+    if not torch.equal(mask.bool(), counts.bool()):
+        way = "pad the decoder's to another length"
+        raise ValueError(f"batch {index} of data: encoder and decoder have one length and other padding; {way}")
 
 
 class CalibratedBlock(NamedTuple):

@@ -5,7 +5,7 @@ for what earlier ones lost. As in the block loops of SparseGPT and Wanda, the wo
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from os import PathLike
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapters.bypass import adapters_in
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
 from ..patching.packing import check_packed_forms
@@ -112,6 +113,8 @@ def oneshot(
         config = lowest(config, criterion, budget)
     if patched_config(model) is not None:
         raise ValueError("the model is already patched; call unpatch_model(model) first")
+    if adapters_in(model):
+        raise ValueError("the model has adapters: prune the base before it gets them, or after merge_and_unload()")
     if isinstance(data, Mapping | Tensor):
         raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")
     batches = [check_batch(i, batch, model) for i, batch in enumerate(data)]
@@ -141,14 +144,15 @@ def oneshot(
             for block in calibrated:
                 module = model.get_submodule(block.name)
                 own = {name: weight for name, weight in weights.items() if name.startswith(f"{block.name}.")}
-                originals |= {p: p.to("cpu", copy=True) for p in module.parameters() if p not in originals}
+                before = set(originals)  # what blocks share is trained in the first
+                originals |= {p: p.to("cpu", copy=True) for p in module.parameters() if p not in before}
                 if block.name in finished:
                     found, facts = finished.load(block.name, module)
                     progress.update(len(found))
                 else:
                     # A weight that layers share is pruned where it runs first.
                     new = {name: weight for name, weight in own.items() if weight.parameter not in masks}
-                    found, facts = _prune_block(module, new, block, options, progress)
+                    found, facts = _prune_block(module, new, block, before, options, progress)
                     finished.save(block.name, module, found, facts)
                 masks |= {own[name].parameter: mask for name, mask in found.items()}
                 layers |= {layer["name"]: LayerReport(**layer) for layer in facts["layers"]}
@@ -176,9 +180,15 @@ def oneshot(
 
 
 def _prune_block(
-    module: nn.Module, weights: dict[str, SparseWeight], block: CalibratedBlock, options: Options, progress: Progress
+    module: nn.Module,
+    weights: dict[str, SparseWeight],
+    block: CalibratedBlock,
+    before: Container[Tensor],
+    options: Options,
+    progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Prune the `weights` of a block, and return their masks and what the report says, as plain values."""
+    """Prune the `weights` of a block, and return their masks and what the report says, as plain values. Parameters of
+    blocks `before` stay as they are."""
     masks: dict[Tensor, Tensor] = {}
     found, layers, errors = {}, [], None
     for name, weight in weights.items():
@@ -191,7 +201,7 @@ def _prune_block(
         progress.update(note=f"error {report.error:.1%}")
     if options.reconstruct == "block":
         errors = reconstruct_block(
-            block.name, module, masks, block.examples, options.passes, options.learning_rate, progress
+            block.name, module, masks, before, block.examples, options.passes, options.learning_rate, progress
         )
         progress.update(0, f"error of the block {errors[1]:.1%}")
         if options.values == "int8":

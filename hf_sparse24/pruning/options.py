@@ -89,7 +89,7 @@ def check_weights(weights: dict[str, SparseWeight]) -> None:
     """Raise ValueError unless the weights are there and whole, and none is a stack of experts."""
     stacks = [name for name, weight in weights.items() if weight.is_stack]
     if stacks:
-        names = sorted({name.rpartition(".")[2] for name in stacks})
+        names = sorted({".".join(name.split(".")[-2:]) for name in stacks})
         raise ValueError(f"{stacks[0]} is a stack of experts, which oneshot cannot prune: exclude_modules={names}")
     for name, weight in weights.items():
         check_whole(name, weight.master)

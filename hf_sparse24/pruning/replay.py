@@ -52,6 +52,11 @@ class Call:
         given = tensors([self._arguments, [dict(values) for values in self._dicts]])
         return any(bool(tensor.isnan().any()) for tensor in given)
 
+    def versions(self) -> list[int]:
+        """Numbers that change when the block writes into its arguments, but for those in dicts."""
+        given = tensors([value for value in self._arguments if not isinstance(value, MutableMapping)])
+        return [tensor._version for tensor in given if not tensor.is_inference()]
+
 
 Computed = list[tuple[Call, Effect]]
 """Calls that a pass has computed, with their effects."""

@@ -99,10 +99,12 @@ def padding_masks(batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def counted(masks: Iterable[Tensor], x: Tensor) -> Tensor | None:
-    """Return which tokens of `[..., size]` a mask of their shape counts, as bool `[...]`; None without such a mask."""
+    """Return which tokens of `[..., size]` count, as bool `[...]`, by masks `[batch, length]` of the last or of all
+    dimensions before `size`; None without such a mask."""
     shape = x.shape[:-1]
-    theirs = [mask.to(x.device, torch.bool) for mask in masks if shape in (mask.shape, (mask.numel(),))]
-    return torch.stack(theirs).any(0).view(shape) if theirs else None
+    flat = [mask.reshape(shape) for mask in masks if shape == (mask.numel(),)]
+    theirs = flat or [mask.expand(shape) for mask in masks if shape[-2:] == mask.shape]
+    return torch.stack([mask.to(x.device, torch.bool) for mask in theirs]).any(0) if theirs else None
 
 
 def _with_ones(rows: Tensor) -> Tensor:

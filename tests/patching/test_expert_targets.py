@@ -104,7 +104,7 @@ def test_doctor_lists_experts_as_dense_math():
 def test_oneshot_says_that_it_does_not_calibrate_experts():
     model = zoo.build("mixtral")
     data = [zoo.batch()["input_ids"]]
-    with pytest.raises(ValueError, match=r"is a stack of experts.*exclude_modules=\['down_proj', 'gate_up_proj'\]"):
+    with pytest.raises(ValueError, match=r"is a stack of experts.*exclude_modules=\['experts.down_proj', 'ex"):
         oneshot(model, data, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
     assert not sparse_weights(model)
     config = Sparse24Config(method="fixed-mask", target_modules="all-linear", exclude_modules=["experts"])

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_sparse24 import oneshot, sparse_run, sparse_weights, unpatch_model
 from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.pruning.statistics import counted
 
 
 def build(name: str = "llama", **overrides) -> nn.Module:
@@ -367,3 +368,60 @@ def test_a_shared_weight_is_trained_where_it_was_pruned():
     assert first.weight is second.weight and is_nm_sparse(first.weight)
     assert torch.equal(first.mask_bits, second.mask_bits)
     assert one.error < one.pruned_error and two.error == two.pruned_error
+
+
+def test_a_shared_norm_is_trained_in_the_first_block_alone():
+    model = Model((0, 1))
+    first, second = (layer.mlp for layer in model.layers)
+    second.bias = first.bias
+    oneshot(model, X, fixed_mask(exclude_modules=["layers.1.mlp"]))
+    expected, other = first.bias.clone(), Model((0, 1))
+    other.layers[1].mlp.bias = other.layers[0].mlp.bias
+    oneshot(other, X, fixed_mask())
+    assert torch.equal(other.layers[0].mlp.bias, expected) and not torch.equal(
+        expected, Model((0, 1)).layers[0].mlp.bias
+    )
+
+
+def test_a_block_that_writes_into_its_input_is_refused():
+    class Writing(Steps):
+        def forward(self, x):
+            x += 0.1
+            return super().forward(x)
+
+    model = Model((0, 1))
+    model.layers[1] = Writing()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"layers.1 writes into its inputs.*take reconstruct='layer'"):
+        oneshot(model, X, fixed_mask())
+    assert_untouched(model, before)
+    oneshot(model, X, fixed_mask(), reconstruct="layer")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_adapters_are_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["up_proj"]))
+    with pytest.raises(ValueError, match="the model has adapters: prune the base"):
+        oneshot(model, batches(), fixed_mask())
+    oneshot(model.merge_and_unload(), batches(1), fixed_mask(), passes=1)
+
+
+def test_a_batch_whose_padding_cannot_be_told_apart_is_refused():
+    """Encoder and decoder sequences of one length, of which one is padded."""
+    model, data = model_kinds.build("t5").eval(), model_kinds.batch("t5")
+    ids = data["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, -2:] = 0
+    one = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    with pytest.raises(ValueError, match="batch 0 of data: encoder and decoder have one length and other padding"):
+        oneshot(model, [one], fixed_mask())
+    for given in ({"decoder_input_ids": ids[:, :-1]}, {"decoder_attention_mask": mask}):
+        oneshot(copy.deepcopy(model), [one | given], fixed_mask(), passes=1)
+
+
+def test_a_mask_counts_the_tokens_of_outputs_with_more_dimensions():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert counted([mask], torch.zeros(4, 2, 3, 8)).sum() == 4 * 3  # as Gemma 3n's blocks give them
+    assert counted([mask], torch.zeros(6, 8)).tolist() == [True, True, False, True, False, False]
+    assert counted([mask], torch.zeros(2, 4, 8)) is None

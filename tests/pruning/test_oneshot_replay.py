@@ -223,11 +223,11 @@ def test_what_cannot_be_replayed_is_refused(build, reason):
 
 def test_kinds_of_batches_may_run_different_blocks():
     x, y = (batch["x"] for batch in x_batches(2))
-    report = oneshot(TwoTowers(), [{"x": x}, {"x": x, "y": y}, {"x": y}], CONFIG, passes=1)
+    report = oneshot(TwoTowers(), [{"x": x}, {"x": x, "y": y}, {"x": y}], CONFIG, reconstruct="layer")
     assert [layer.tokens for layer in report.layers] == [36] * 4 + [12] * 4
 
 
 def test_batches_of_a_kind_must_run_the_same_blocks():
     data = [*x_batches(1), {"x": torch.randn(24, 16)}]
     with pytest.raises(ValueError, match=r"blocks\.0 is number 1 of the blocks that run for one batch and not"):
-        oneshot(DeeperForLongInputs(), data, CONFIG)
+        oneshot(DeeperForLongInputs(), data, CONFIG, reconstruct="layer")
