@@ -58,8 +58,7 @@ def plan_step(model: PreTrainedModel, tokens: int, dtype: torch.dtype = torch.bf
     weights = first_of_each(sparse_weights(model))
     method: Any = next(iter(weights.values())).method
     sparse_share, refreshes = _averages(method)
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    layers = [_layer_cost(weight, tokens, dtype, refreshes, chosen) for weight in weights.values()]
+    layers = [_layer_cost(weight, tokens, dtype, refreshes) for weight in weights.values()]
     fp32 = sum(parameter.numel() for parameter in model.parameters()) * MASTER_BYTES
     memory: dict[str, float] = {
         "parameters, fp32": fp32,
@@ -113,17 +112,17 @@ def _averages(method: SparseMethod) -> tuple[float, float]:
     return sparse / total, refreshed / sparse
 
 
-def _layer_cost(weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes: float, chosen: int) -> LayerCost:
-    """`refreshes` masks or scales are computed per step; a token goes to `chosen` experts."""
-    matrices = len(weight.parameter) if weight.is_stack else 1
-    rows, itemsize = max(1, round(tokens * min(1.0, chosen / matrices))), dtype.itemsize
-    sparse = () if weight.run.backend == "dense" else tuple(sparse_problems(weight, rows, dtype))
+def _layer_cost(weight: SparseWeight, tokens: int, dtype: torch.dtype, refreshes: float) -> LayerCost:
+    """`refreshes` masks or scales are computed per step. Stacked experts have no sparse GEMM, and exact gradients."""
+    matrices, itemsize = len(weight.parameter) if weight.is_stack else 1, dtype.itemsize
+    sparse = () if weight.run.backend == "dense" else tuple(sparse_problems(weight, tokens, dtype))
     out, inputs = weight.sizes
     elements, kept_mask = out * inputs, _kept_mask(weight)
     encodings = _encoding_bytes(weight, sparse, itemsize)
     per_element = MASTER_BYTES + kept_mask + encodings + _decay_bytes(weight) + (MASTER_BYTES + kept_mask) * refreshes
-    pruning = elements * per_element + rows * out * _gradient_bytes(weight, sparse, itemsize)
-    flops = 2.0 * rows * elements * len(sparse)
+    of_gradients = 0 if weight.is_stack else _gradient_bytes(weight, sparse, itemsize)
+    pruning = elements * per_element + tokens * out * of_gradients
+    flops = 2.0 * tokens * elements * len(sparse)
     return LayerCost(sparse, matrices * flops, matrices * pruning, matrices * elements * encodings)
 
 

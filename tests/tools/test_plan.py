@@ -109,15 +109,14 @@ def test_every_architecture_has_a_plan(name):
     assert plan_step(model, 4096).pruning > 0
 
 
-def test_experts_see_a_part_of_the_tokens():
+def test_experts_prune_weights_alone():
     with torch.device("meta"):
-        model = zoo.build("qwen3_moe")  # 4 experts, 2 for each token
+        model = zoo.build("qwen3_moe")  # 4 experts
     patch_model(model, Sparse24Config())
     stacks = plan_step(model, 1024).layers
     assert [found.sparse for found in stacks] == [()] * 4  # two of each of two layers: there is no sparse grouped GEMM
     out, inputs = next(iter(sparse_weights(model).values())).sizes
-    gradients = 512 * out * 2 * (1 + 1)  # of half of the tokens, pruned to dense
-    assert stacks[0].pruning == 4 * (out * inputs * (4 + 2) + gradients)
+    assert stacks[0].pruning == 4 * (out * inputs * (4 + 2))  # to dense; their gradients are exact
 
 
 @pytest.fixture
