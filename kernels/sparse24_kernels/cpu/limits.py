@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from timeit import timeit
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ TOKENS = (16, 64, 256, 1024)
 """How many tokens are measured. Below the first, every path reads the weight once, which dense math cannot do."""
 
 ROUNDS = 3
+FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
 
 
 class Layer(NamedTuple):
@@ -101,17 +102,17 @@ def tune(
         raise ValueError(f"dtype={dtype}: the kernels take fp32, bf16 and fp16")
     found: dict[Layer, list[tuple[int, float, float]]] = {}
     for done, (out, inputs, pattern) in enumerate(layers):
-        values, mask = reference.packed.pack_nm(torch.randn(out, inputs).to(dtype), *pattern)
+        values, mask = reference.packed.pack_nm(torch.randn(out, inputs, **FP32).to(dtype), *pattern)
         integers = torch.randint_like(values, -127, 128, dtype=torch.int8)
-        scales = torch.rand(out, scale_columns(inputs)).to(dtype)
+        scales = torch.rand(out, scale_columns(inputs), **FP32).to(dtype)
         for each in (Packed(values, mask, None, pattern.m), Packed(integers, mask, scales, pattern.m)):
             found[layer(dtype, each.values.dtype, pattern, out, inputs)] = [
                 (tokens, *_times(each, tokens)) for tokens in TOKENS
             ]
+        with locked(_path()):  # others may have saved theirs meanwhile
+            _measured = _read() | {layer: limit(times) for layer, times in found.items()}
+            write_json(_path(), list(_measured.items()))
         on_progress(done + 1)
-    with locked(_path()):  # others may have saved theirs meanwhile
-        _measured = _read() | {layer: limit(times) for layer, times in found.items()}
-        write_json(_path(), list(_measured.items()))
     for forget in ON_CHANGE:
         forget()
     return found
@@ -124,7 +125,7 @@ def limit(times: Sequence[tuple[int, float, float]]) -> int | None:
 
 
 def _times(packed: Packed, tokens: int) -> tuple[float, float]:
-    x = torch.randn(tokens, packed.columns).to(packed.dtype)
+    x = torch.randn(tokens, packed.columns, **FP32).to(packed.dtype)
     linear = torch.nn.functional.linear
     return in_turns(lambda: packed_linear(x, *packed, None), lambda: linear(x, unpack_nm(*packed)), ROUNDS)
 

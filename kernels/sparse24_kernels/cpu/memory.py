@@ -25,7 +25,7 @@ def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous CPU tensor, where possible in the memory of one that was dropped."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < SMALLEST:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
     found, free, kept = None, 0, []
     while _blocks:
         try:

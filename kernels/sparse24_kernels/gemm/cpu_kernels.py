@@ -6,7 +6,7 @@ The 2:4 matrix is one tensor, a packed one of `formats.FORMS`.
 import torch
 from torch import Tensor
 
-from ..cpu.limits import in_turns
+from ..cpu.limits import FP32, in_turns
 from ..dispatch import choose_kernels, implementation
 from ..formats import OPERAND_MULTIPLE, split_operand
 from ..prune import prune_forms
@@ -60,7 +60,7 @@ def unsupported_matrix(k: int, dtype: torch.dtype) -> str | None:
 @torch.no_grad()
 def times(problem: GemmProblem) -> tuple[float, float]:
     """Microseconds of the sparse GEMM, with packing its operand, and of the dense one: medians, taken in turns."""
-    matrix, columns = torch.randn(problem.m, problem.k), torch.randn(problem.n, problem.k)
+    matrix, columns = (torch.randn(rows, problem.k, **FP32) for rows in (problem.m, problem.n))
     matrix.unflatten(1, (-1, 4))[..., 2:] = 0
     rows = columns.t().contiguous()
     return in_turns(

@@ -47,6 +47,19 @@ def test_the_limit_is_the_last_number_before_the_kernel_is_slower(first, most, s
     assert "(measured here at 32 x 64)" in plan.reason
 
 
+def test_ctrl_c_keeps_what_is_measured_whatever_the_defaults_of_torch_are(slower_from, monkeypatch):
+    slower_from(64)
+
+    def interrupt(done):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with torch.device("meta"), pytest.raises(KeyboardInterrupt):
+        limits.tune([(32, 64, PATTERN), (64, 64, PATTERN), (96, 64, PATTERN)], BF16, interrupt)
+    monkeypatch.setattr(limits, "_measured", None)  # as a new process
+    assert most_tokens(BF16, BF16, 64, 64) == (16, "measured here at 64 x 64")
+
+
 def test_the_nearest_size_decides_and_values_are_kept_apart(slower_from):
     assert most_tokens(BF16, BF16, 64, 64)[1].startswith("measured on another machine")
     slower_from(64)

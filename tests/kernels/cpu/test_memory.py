@@ -27,6 +27,12 @@ def test_a_block_is_used_again_when_all_that_shares_it_is_dropped():
     assert len(memory._blocks) == 2
 
 
+@pytest.mark.parametrize("shape", [(4,), SHAPE])
+def test_memory_is_the_cpus_whatever_the_default_device_is(shape):
+    with torch.device("meta"):
+        assert reused_memory(shape, DTYPE).device.type == "cpu"
+
+
 def test_what_autograd_keeps_is_not_used_again():
     kept = reused_memory(SHAPE, DTYPE).fill_(2.0)
     x = torch.ones(SHAPE, requires_grad=True)
