@@ -2,7 +2,7 @@
 
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,22 +24,22 @@ def locked(path: Path) -> Iterator[None]:
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a process that was forked meanwhile has it open
         os.close(lock)
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a file completely or not at all, so that no reader sees half of it; its folder is made if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    new = path.with_name(f".{uuid.uuid4().hex}")  # others may read it, unlike a file of `tempfile`
     try:
-        with open(handle, "w") as file:
-            json.dump(content, file, indent=1)
-        os.replace(name, path)
+        new.write_text(json.dumps(content, indent=1))
+        new.replace(path)
     except BaseException:  # a full disk, Ctrl-C
-        os.unlink(name)
+        new.unlink(missing_ok=True)
         raise

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import cslt
 import pytest
 import torch
-from sparse24_kernels import cache_folder
 from sparse24_kernels.gemm import GemmProblem, autotune, cpu_kernels, cusparselt, measure
 from sparse24_kernels.gemm.autotune import Entry, Measured, choose, read, table_path, tune, write
 from sparse24_kernels.gemm.problem import Algorithm, bucket, bucket_start
@@ -209,11 +208,30 @@ def test_a_damaged_table_is_refused_until_it_is_deleted(damage):
 def test_a_save_that_fails_leaves_the_old_file(monkeypatch):
     path = remember(PROBLEM, measured(1, 50.0))
     before, files = path.read_text(), set(path.parent.iterdir())
-    monkeypatch.setattr(cache_folder.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         remember(PROBLEM, measured(2, 50.0))
     assert path.read_text() == before and choose(PROBLEM, CPU).algorithm == Algorithm(1)
     assert set(path.parent.iterdir()) == files
+
+
+def test_a_table_is_as_readable_as_other_files():
+    path = remember(PROBLEM, measured(1, 50.0))
+    (other := path.with_name("other")).touch()
+    assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_a_table_that_may_not_be_read_is_none_and_is_not_written_over(monkeypatch):
+    path = remember(PROBLEM, measured(1, 50.0))
+    before = path.read_text()
+    monkeypatch.setattr(Path, "read_text", lambda path: (_ for _ in ()).throw(PermissionError(13, "denied", str(path))))
+    monkeypatch.setattr(autotune, "search", lambda problem, device: Entry())
+    with pytest.warns(UserWarning, match=r"denied.*: no GEMM is tuned"):
+        assert choose(PROBLEM, CPU).reason == autotune.NOT_TUNED
+    with pytest.raises(PermissionError):
+        tune([PROBLEM], CPU)
+    monkeypatch.undo()
+    assert path.read_text() == before
 
 
 def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):

@@ -178,6 +178,17 @@ def test_operators(stand_in):  # noqa: F811
         kernels.sparse_linear(x.half(), compressed, plan=plan)
 
 
+def test_any_strides_come_as_the_algorithm_was_checked(stand_in, monkeypatch):  # noqa: F811
+    compressed = compress(matrix := kernels.nm_prune(torch.randn(32, 48)).bfloat16(), plan := sparse_plan())
+    x, seen = torch.randn(32, 96).bfloat16(), []
+    for rows in (x[:, :48], x.t()[:48].t(), x[:1, :48].expand(16, 48)):
+        monkeypatch.setattr(torch, "_cslt_sparse_mm", lambda a, b, **_: seen.append(b) or stand_in.matmul(a, b, **_))
+        torch.testing.assert_close(kernels.sparse_linear(rows, compressed, plan=plan), F.linear(rows, matrix))
+        assert seen.pop().t().is_contiguous()
+        torch.testing.assert_close(kernels.sparse_mm(compressed, rows.t(), plan=plan), matrix @ rows.t())
+        assert seen.pop().is_contiguous()
+
+
 def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
     matrix = kernels.nm_prune(torch.randn(32, 48)).bfloat16()
     plan = sparse_plan(algorithm=1)

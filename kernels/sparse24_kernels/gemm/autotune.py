@@ -10,6 +10,7 @@ torch.compile makes for a dynamic n holds for the whole bucket. A verdict stays 
 import json
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -145,7 +146,11 @@ def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> 
     if reason := unsupported_device(device) or unsupported_matrix(problem, device):
         return Verdict("dense", reason=reason, measured=False)
     if not _tables:
-        _tables.append(read())
+        try:
+            _tables.append(read())
+        except OSError as error:  # such as a folder of another user
+            warnings.warn(f"{error}: no GEMM is tuned", stacklevel=2)
+            _tables.append({})
     entry = _tables[0].get((current_environment(device), problem))
     if entry is None:
         return Verdict("dense", reason=NOT_TUNED, measured=False)
@@ -269,19 +274,20 @@ def _remember(problem: GemmProblem, device: torch.device, entry: Entry) -> None:
 
 
 def read() -> Table:
-    """What was measured: nothing where there is no file. A damaged one, or another version's, raises ValueError."""
+    """What was measured: nothing where there is no file. ValueError: it is damaged, or another version's. OSError: it
+    may not be read."""
     try:
         path = table_path()
     except RuntimeError:  # no home directory
         return {}
     try:
-        if not path.exists():
-            return {}
         data: dict[str, Any] = json.loads(path.read_text())
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']}, not {FORMAT}")
         return dict(map(_parsed, data["entries"]))
-    except (ArithmeticError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+    except FileNotFoundError:
+        return {}
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise ValueError(f"{path} cannot be read ({what}): delete it and run `hf-sparse24 tune` again") from error
 

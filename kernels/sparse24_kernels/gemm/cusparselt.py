@@ -80,6 +80,8 @@ def version() -> int | None:
 
 def compress_by_library(matrix: Tensor) -> Tensor:
     """A row-major 2:4 matrix `[m, k]` as the library stores it: `[m, columns]`, which no fake could know."""
+    if matrix.is_cuda and not _first_gpu:
+        _first_gpu.append(matrix.device.index)
     return torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
 
 
@@ -140,7 +142,8 @@ def matmul(
 ) -> Tensor:
     """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
 
-    `dense` is `[k, n]`, row-major or the transpose of that (other strides are copied); `bias` is `[m]`.
+    `dense` is `[k, n]`, and with `transposed` the transpose of a row-major `[n, k]` (other strides are copied); `bias`
+    is `[m]`.
     """
     (m, columns), (k, n) = compressed.shape, dense.shape
     if columns != unpadded_columns(k) and columns != library_columns(m, k, compressed.dtype, compressed.device):
@@ -150,14 +153,13 @@ def matmul(
         raise RuntimeError(f"cslt_mm: operands of one dtype, not {compressed.dtype}, {dense.dtype} and bias {bias}")
     if not n:
         return dense.new_empty((0, m) if transposed else (m, 0))
-    # One column is both; padding makes it what its problem was tuned for.
-    column_major = dense.t().is_contiguous() and (transposed or not dense.is_contiguous())
-    dense = _aligned(dense if column_major else dense.contiguous())
+    # As the algorithm was checked, whatever the strides: activations as the transpose of `[n, k]`.
+    dense = _aligned(dense.t().contiguous().t() if transposed else dense.contiguous())
     bias = None if bias is None else _aligned(bias.contiguous())
     missing = -n % MULTIPLE
     if missing:
         pad = torch.nn.functional.pad
-        dense = pad(dense.t(), (0, 0, 0, missing)).t() if column_major else pad(dense, (0, missing))
+        dense = pad(dense.t(), (0, 0, 0, missing)).t() if transposed else pad(dense, (0, missing))
     result = torch._cslt_sparse_mm(
         compressed,
         dense,
