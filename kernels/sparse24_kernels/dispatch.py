@@ -4,11 +4,14 @@ An implementation is a table of functions (`Operators`); one operator is enough.
 everywhere. The others are checked on first use. To add one, append an `Implementation` to `IMPLEMENTATIONS`.
 """
 
+import hashlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +107,12 @@ def _wrong(each: Implementation, operator: str, device: torch.device, dtype: tor
 def subject(each: Implementation, device: torch.device, dtype: torch.dtype) -> first_use.Subject:
     """What is checked of an implementation on first use: all its operators."""
     operators = [name for name, function in vars(each.load()).items() if function is not None]
-    modules = (each.load.__module__,)
-    return first_use.Subject(each.name, operators, device, dtype, first_difference, each.made_of(), modules)
+    module = each.load.__module__
+    file = Path(getattr(sys.modules[module], "__file__", None) or "")
+    # A verdict holds for a source, and of a notebook, which has no file, for this process.
+    source = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else f"process {os.getpid()}"
+    made_of = f"{each.made_of()}, {source}"
+    return first_use.Subject(each.name, operators, device, dtype, first_difference, made_of, (module,))
 
 
 def first_difference(name: str, operator: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -121,11 +128,15 @@ def _triton_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the kernels take fp32, bf16 and fp16, not {dtype}"
     if not torch.cuda.is_available():
         return "this build of torch, or this machine, has no CUDA"
-    if find_spec("triton") is None:
+    if torch.version.hip is not None:
+        return "Triton's kernels were never tried on AMD GPUs"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
         return "Triton is not installed: pip install triton"
-    if tuple(map(int, version("triton").split(".")[:2])) < OLDEST_TRITON:
+    if tuple(map(int, found.split(".")[:2])) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"Triton {version('triton')} is too old, {oldest} is needed: pip install -U triton"
+        return f"Triton {found} is too old, {oldest} is needed: pip install -U triton"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"the kernels need compute capability 8.0 or more: {torch.cuda.get_device_name(device)}"
     return None

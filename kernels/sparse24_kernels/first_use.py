@@ -34,7 +34,7 @@ from .cache_folder import cache_folder, locked, write_json
 SECONDS = defaultdict(lambda: 120, cpu=10)
 """That the check of one operator may take, by the type of the device. On GPUs it is compiled first."""
 
-_PASSING = ("OutOfMemoryError", "ended its process: Killed")
+_PASSING = re.compile(r"out ?of ?memory|alloc|memoryerror|ended its process: (Killed|Terminated)", re.IGNORECASE)
 """In what ends a check and says nothing of the kernel: such a verdict holds for this process alone."""
 
 _SPAWNED = """
@@ -103,7 +103,7 @@ def device_name(device: torch.device) -> str:
 @cache  # every operator is chosen by it, and of many cores the file is long
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    names = re.findall(r"^(?:model name|CPU part)\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -125,7 +125,7 @@ def _look_up(digest: str, facts: dict[str, str], subject: Subject, again: bool) 
                 if subject.device.type != "cpu":
                     _log.warning(f"checking {subject.name} on {facts['device']} ({facts['dtype']}), once: some seconds")
                 kept = _checked(subject)
-                if not any(word in reason for reason in kept.values() for word in _PASSING):
+                if not any(map(_PASSING.search, kept.values())):
                     write_json(path, {"environment": facts, "verdicts": kept})
     except (OSError, RuntimeError, ImportError):  # no folder to write to, no locks: each process checks
         pass
@@ -158,13 +158,14 @@ def _checked(subject: Subject) -> dict[str, str]:
 def _in_child(subject: Subject, operators: list[str]) -> tuple[list[str], str]:
     """The lines that a child wrote, see `_answer`, and how it ended, in words."""
     start = _fork if subject.device.type == "cpu" else _spawn
-    if not hasattr(os, "fork") or (start is _spawn and "__main__" in subject.modules):  # Windows; nothing to import
+    is_alone = "__main__" in subject.modules or getattr(sys, "frozen", False)  # a new Python could not import it
+    if not hasattr(os, "fork") or (start is _spawn and is_alone):
         return [], ""
     read, write = os.pipe()
     with open(read) as pipe:
         try:
             child = start(write, subject, operators)
-        except OSError:  # such as too many processes
+        except (OSError, TypeError):  # such as too many processes, or no `sys.executable`
             return [], ""
         finally:
             os.close(write)
@@ -203,7 +204,7 @@ def _spawn(write: int, subject: Subject, operators: list[str]) -> int:
     names = [*subject.modules, subject.check.__module__, subject.check.__name__]
     arguments = [write, subject.name, operators, str(subject.device), str(subject.dtype).removeprefix("torch."), names]
     os.set_inheritable(write, True)
-    told = json.dumps([__package__, sys.modules[__package__].__file__, sys.path, arguments])
+    told = json.dumps([__package__, sys.modules[__package__].__file__, list(map(str, sys.path)), arguments])
     command = [sys.executable, "-c", _SPAWNED, told]
     quiet = [(os.POSIX_SPAWN_OPEN, output, os.devnull, os.O_WRONLY, 0) for output in (1, 2)]
     return os.posix_spawn(sys.executable, command, os.environ, file_actions=quiet, setpgroup=0)  # without Ctrl-C

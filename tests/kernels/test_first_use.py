@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -46,8 +47,9 @@ def forget():
 
 
 @pytest.mark.parametrize("bad", [bad_kernels.crashes], indirect=True)
-def test_a_new_process_where_no_fork_would_do(bad, caplog, monkeypatch):
+def test_a_new_process_where_no_fork_would_do(bad, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(first_use, "_fork", first_use._spawn)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # as notebooks do
     test_a_bad_kernel_ends_in_the_result_of_pytorch_and_one_warning(bad, caplog)
 
 
@@ -137,7 +139,15 @@ def test_a_check_that_cannot_be_kept_is_made_once(cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "reason", ["OutOfMemoryError: CUDA out of memory", "it ended its process: Killed", "nan, not 1"]
+    "reason",
+    [
+        "OutOfMemoryError: CUDA out of memory",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+        "MemoryError: sparse24_linear: no memory",
+        "it ended its process: Killed",
+        "it ended its process: Terminated",
+        "nan, not 1",
+    ],
 )
 def test_a_machine_without_memory_says_nothing_of_a_kernel(reason, cache, monkeypatch):
     checked = []
@@ -146,6 +156,21 @@ def test_a_machine_without_memory_says_nothing_of_a_kernel(reason, cache, monkey
         forget()
         assert first_use.verdicts(first_use.Subject("mine", ("a",), CPU, torch.float32, str)) == {"a": reason}
     assert len(checked) == (1 if reason.startswith("nan") else 2)
+
+
+def test_a_verdict_holds_for_the_source_of_an_implementation_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    source, found = tmp_path / "kernels_of_ones_own.py", []
+    source.write_text("from sparse24_kernels.cpu import OPERATORS\n\n\ndef load():\n    return OPERATORS\n")
+    from kernels_of_ones_own import load
+
+    mine = dispatch.Implementation("mine", load, lambda device, dtype: None, str)
+    for text in ("", "# changed\n", ""):
+        source.write_text(source.read_text().removesuffix("# changed\n") + text)
+        found.append(dispatch.subject(mine, CPU, torch.float32).made_of)
+    assert found[0] == found[2] != found[1]
+    monkeypatch.delattr(sys.modules["kernels_of_ones_own"], "__file__")  # as a notebook's
+    assert f"process {os.getpid()}" in dispatch.subject(mine, CPU, torch.float32).made_of
 
 
 def test_the_caller_s_modes_are_not_the_check_s(cache):

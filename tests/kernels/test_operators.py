@@ -1,5 +1,7 @@
 """The torch operators: schemas, fakes, torch.compile without a graph break, and which implementation is chosen."""
 
+from importlib.metadata import version
+
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -89,6 +91,9 @@ def test_the_choice_of_kernels_has_a_reason(dense_math, monkeypatch):
     capability = (7, 5)
     assert choose_kernels(cuda) == ("reference", "the kernels need compute capability 8.0 or more: NVIDIA H200")
     choose.cache_clear()
-    monkeypatch.setattr("sparse24_kernels.dispatch.find_spec", lambda _: None)
+    monkeypatch.setattr("sparse24_kernels.dispatch.version", lambda _: version("no such package"))
     assert choose_kernels(cuda) == ("reference", "Triton is not installed: pip install triton")
+    choose.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert choose_kernels(cuda) == ("reference", "Triton's kernels were never tried on AMD GPUs")
     choose.cache_clear()

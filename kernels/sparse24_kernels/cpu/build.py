@@ -17,7 +17,11 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wno-psabi")
+FLAGS = [
+    *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),
+    # With a `-march=native` in $CXX, older machines that share the cache folder would meet unknown instructions.
+    *(["-march=x86-64"] if platform.machine() == "x86_64" else []),
+]
 
 LINK = {"linux": ("-Wl,--as-needed",)}
 """Flags of the linker by platform: with these the library needs libc alone, none of the compiler's own libraries."""

@@ -113,7 +113,7 @@ def _kept(folder: Path, name: str) -> Library | None:
     A file's name ends with its digest: loading one that is cut off would end the process.
     """
     for file in folder.glob(f"{name}-*-*.so"):
-        _, _, compiler, digest = file.stem.split("-")
+        *_, compiler, digest = file.stem.split("-")
         if digest == _digest(file):
             try:
                 return _opened(file)
