@@ -14,7 +14,9 @@ from ..checkpoints.bitmask import convert_checkpoint, load_whole
 from ..checkpoints.export import export_model
 from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
 from ..config import Sparse24Config
+from ..files import read_json
 from ..methods import ONESHOT_METHOD
+from ..methods.settings import SHARED
 from ..packed_format import buffer_names, parts_of
 from ..patching.report import group_name, shown_count
 from ..patching.surgery import patch_model
@@ -41,19 +43,18 @@ def export(options: argparse.Namespace) -> int:
     listing = read_listing(Tensors(source)) if is_dense else None
     model = load_whole(type(empty), source)
     if listing is not None:
-        _patch_export(model, listing)
+        _patch_export(model, listing, read_json(source / MANIFEST)["config"])
     write = partial(export_model, model, format=options.format, values=options.values)
     return _finish(source, options, write)
 
 
-def _patch_export(model: PreTrainedModel, listing: Listing) -> None:
-    """Patch the model of a dense export so that it keeps its zeros. ValueError: listed weights are not sparse."""
+def _patch_export(model: PreTrainedModel, listing: Listing, config: dict[str, Any]) -> None:
+    """Patch the model of a dense export, by the layers that its config names, so that it keeps its zeros. ValueError:
+    listed weights are not sparse."""
     if not listing.weights:
         raise ValueError(f"{listing.source} lists no sparse weights: the export is dense")
-    patterns = {name.removesuffix(".weight"): str(pattern) for name, pattern in listing.patterns.items()}
-    modules = [name.removesuffix(".weight") for name in listing.weights]
-    shared: dict[str, Any] = {"layer_patterns": patterns or None, "target_modules": modules}
-    patch_model(model, Sparse24Config(method=ONESHOT_METHOD, pattern=str(listing.pattern), **shared))
+    shared = {name: config[name] for name in SHARED if name in config and name not in ("method", "backend")}
+    patch_model(model, Sparse24Config(method=ONESHOT_METHOD, **shared))
     for name, weight in sparse_weights(model).items():
         if not torch.equal(weight.merged(), weight.parameter):
             raise ValueError(f"{name} is not {weight.pattern}, as {listing.source} says; run hf-sparse24 verify")

@@ -50,6 +50,16 @@ def test_an_export_is_replaced_by_another_form_of_itself(trained, tmp_path, caps
     assert "\npacked, " in capsys.readouterr().out and (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_an_export_whose_files_have_other_names_than_the_model_is_packed(tmp_path, capsys):
+    """Mixtral's experts lie apart in files."""
+    model = zoo.build("mixtral")
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
+    export_model(model, tmp_path)
+    assert main(["export", str(tmp_path), str(tmp_path / "packed"), "--format", "packed"]) == 0
+    assert main(["verify", str(tmp_path / "packed")]) == 0
+    assert "verified: all 12 weights are 2:4" in capsys.readouterr().out
+
+
 def test_an_export_without_a_tokenizer_says_so(tmp_path, capsys):
     patched().save_pretrained(tmp_path / "trained")
     assert main(["export", str(tmp_path / "trained"), str(tmp_path / "out")]) == 0
