@@ -44,8 +44,8 @@ logger = get_logger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 KEY = "sparse24"
-MASKED_TYPE = "LORA (import hf_sparse24, version 0.3 or later, before you load this adapter)"
-"""The `peft_type` in the files of an adapter with masked layers."""
+MASKED_TYPE = "LORA (import hf_sparse24, version 0.2 or later, before you load this adapter)"
+"""The `peft_type` in the files of an adapter with masked layers, by which they are read: it stays as it is."""
 
 
 def record_origin(model: nn.Module, config: Any) -> None:

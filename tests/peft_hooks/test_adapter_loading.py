@@ -77,7 +77,7 @@ def test_an_adapter_with_masks_is_not_loaded_without_this_library(loader, dense,
     peft.get_peft_model(patched(dense), lora()).save_pretrained(tmp_path / "adapter")
     LOADERS[loader](dense, tmp_path / "adapter")
     monkeypatch.delitem(peft.PEFT_TYPE_TO_CONFIG_MAPPING, MASKED_TYPE)  # what the import has added
-    with pytest.raises(KeyError, match=r"LORA \(import hf_sparse24, version 0\.3 or later"):
+    with pytest.raises(KeyError, match=r"LORA \(import hf_sparse24, version 0\.2 or later"):
         LOADERS[loader](dense, tmp_path / "adapter")
 
 
