@@ -50,13 +50,16 @@ def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:
 
 def _check_padding(index: int, inputs: ModelInputs) -> None:
     """Raise ValueError where encoder and decoder differ in padding and not in length: masks are found by length."""
-    mask = inputs.get("attention_mask")
-    theirs = [inputs[name] for name in ("decoder_attention_mask", "decoder_input_ids") if name in inputs]
-    theirs += [inputs["labels"] != -100] if "labels" in inputs else []
-    if mask is None or not theirs or theirs[0].shape != mask.shape:
+    if "decoder_attention_mask" in inputs:
+        theirs = inputs["decoder_attention_mask"]
+    elif "decoder_input_ids" in inputs:
+        theirs = torch.ones_like(inputs["decoder_input_ids"])
+    elif "labels" in inputs:
+        theirs = inputs["labels"] != -100
+    else:
         return
-    counts = torch.ones_like(mask) if theirs[0] is inputs.get("decoder_input_ids") else theirs[0]
-    if not torch.equal(mask.bool(), counts.bool()):
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.shape == theirs.shape and not torch.equal(mask.bool(), theirs.bool()):
         way = "pad the decoder's to another length"
         raise ValueError(f"batch {index} of data: encoder and decoder have one length and other padding; {way}")
 

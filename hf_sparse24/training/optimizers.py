@@ -125,8 +125,10 @@ class TorchOptimizer:
 
     def _is_within_step(self) -> bool:
         """Whether a `step` calls that of its base class: torch wraps `step` of each class, and calls hooks in both."""
+        if not self._takes_step:
+            return False
         steps = {cls.step for cls in type(self.optimizer).__mro__ if issubclass(cls, torch.optim.Optimizer)}
-        return self._takes_step and sum(hasattr(step, "hooked") for step in steps) > 1
+        return sum(hasattr(step, "hooked") for step in steps) > 1
 
 
 def _unscale(optimizer: Any) -> bool:

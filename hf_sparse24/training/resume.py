@@ -159,7 +159,6 @@ def restore(model: nn.Module, checkpoint: str | Path) -> None:
     saved, run = saved_config(checkpoint), sparse_run(model)
     if saved is None and (Path(checkpoint) / CONFIG).is_file():  # masks and scales are of the weights before
         for weight in sparse_weights(model).values():
-            weight.clear_encodings()
             weight.init_state()
     elif saved is not None and run is not None:
         run.record(finished=False)  # the state is loaded already

@@ -152,6 +152,9 @@ class RandomStreams:
 
     def __init__(self, weights: list[SparseWeight]):
         self._weights = weights
+        splits = [weight.storage.is_split for weight in weights]
+        # With tensor parallelism, weights that all ranks hold draw alike in all.
+        self._by_rank = splits if any(splits) else [True] * len(weights)
         self._keys: list[tuple[list[int], Tensor]] = []  # per device, the indices of its weights and their keys
         by_device: dict[torch.device, list[int]] = {}
         for index, weight in enumerate(weights):
@@ -163,10 +166,8 @@ class RandomStreams:
             self._keys.append((indices, keys))
 
     def set(self, seed: int, rank: int, step: int, micro_step: int) -> None:
-        """Fix the draws of a micro-step. With tensor parallelism, weights that all ranks hold draw alike in all."""
-        splits = [weight.storage.is_split for weight in self._weights]
         for indices, keys in self._keys:
-            values = [_mix(seed + rank * (splits[i] or not any(splits)), step, micro_step, i) for i in indices]
+            values = [_mix(seed + rank * self._by_rank[i], step, micro_step, i) for i in indices]
             fresh = torch.tensor(values, dtype=torch.int64)
             # Of pinned memory: otherwise the host would wait for all that the GPU has been given.
             keys.copy_(fresh.pin_memory() if keys.is_cuda else fresh, non_blocking=True)
