@@ -6,10 +6,10 @@ environment variable, no setting of torch, no optimizer of yours.
 """
 
 from .checkpoints import quantizer as _quantizer  # noqa: F401  registers quant_method "sparse24" with Transformers
-from .checkpoints.card import make_model_card
 from .checkpoints.export import export_model
-from .checkpoints.hub import push_to_hub
 from .config import Sparse24Config
+from .hub.card import make_model_card
+from .hub.push import push_to_hub
 from .layers.gated import fuse_gated_mlps, unfuse_gated_mlps
 from .layers.linear import Sparse24Conv1D, Sparse24Linear
 from .methods import register_method
@@ -18,7 +18,7 @@ from .metrics import is_nm_sparse
 from .patching.packing import pack_model, unpack_model
 from .patching.report import PatchReport
 from .patching.surgery import patch_model, unpatch_model
-from .peft_hooks import register_tuners as _register_tuners
+from .peft.tuners import register_tuners as _register_tuners
 from .pruning.oneshot import oneshot
 from .pruning.own_text import own_text
 from .pruning.patterns import choose_patterns

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from hf_sparse24 import export_model, is_nm_sparse, make_model_card, sparse_run, sparse_weights
-from hf_sparse24.checkpoints.losses import plot_losses
+from hf_sparse24.hub.losses import plot_losses
 from hf_sparse24.tools.run_report import write_report
 
 RECIPES = Path(__file__).resolve().parent

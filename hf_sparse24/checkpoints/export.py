@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..adapters.bypass import adapters_in
-from ..adapters.merging import without_adapters
 from ..config import SavedConfig
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
@@ -28,6 +26,8 @@ from ..patching.masters import packed_config
 from ..patching.ownership import adopt, check_not_offloaded, name_parts, unwrap
 from ..patching.packing import check_packable
 from ..patching.refusals import reject_non_finite
+from ..peft.bypass import adapters_in
+from ..peft.merging import without_adapters
 from ..progress import Progress, get_logger
 from ..weights.rules import AVERAGED
 from ..weights.sharding import is_sharded, local, rank

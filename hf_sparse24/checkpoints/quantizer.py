@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
-from ..adapters.bypass import adapters_in
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..facts import MARKER
 from ..module_names import ModuleNames
@@ -23,6 +22,7 @@ from ..patching.masters import packed_config, wants_packed_master
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
+from ..peft.bypass import adapters_in
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights, wrong_states

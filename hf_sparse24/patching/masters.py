@@ -10,11 +10,11 @@ import torch
 from sparse24_kernels import apply_mask, pack_nm
 from torch import nn
 
-from ..adapters.bypass import adapters_in
 from ..config import SavedConfig, Sparse24Config
 from ..layers.packed import pack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat
+from ..peft.bypass import adapters_in
 from ..run import SparseRun
 from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import first_of_each, sparse_weights

@@ -19,7 +19,7 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED, PackedMaster, layer_name, name_without_adapters
 
 MODEL_METHODS: dict[str, Callable] = {}
-"""Functions of a model that a patched one has in place of its class's methods; `checkpoints/hub.py` adds them."""
+"""Functions of a model that a patched one has in place of its class's methods; `hub/push.py` adds them."""
 
 
 def adopt(model: nn.Module) -> SparseRun | None:

@@ -7,11 +7,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ..adapters.merging import check_unmerged
 from ..config import SavedConfig
 from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat, check_values
+from ..peft.merging import check_unmerged
 from ..progress import get_logger
 from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import not_packable, packed_form

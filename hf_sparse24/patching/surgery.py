@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..adapters.attaching import attach_adapters
-from ..adapters.merging import check_unmerged
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
 from ..layers.sparse_module import choose_class, make_dense
+from ..peft.attaching import attach_adapters
+from ..peft.merging import check_unmerged
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights

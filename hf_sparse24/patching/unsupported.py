@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
-from ..adapters.bypass import bypasses_layer, is_adapter
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
+from ..peft.bypass import bypasses_layer, is_adapter
 from ..weights.input_dim import find_input_dim
 from ..weights.sharding import is_sharded
 

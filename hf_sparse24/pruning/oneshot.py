@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.bypass import adapters_in
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD
 from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
+from ..peft.bypass import adapters_in
 from ..progress import Progress, get_logger
 from ..run import patched_config, set_phase, sparse_run
 from ..weights.sparse_weight import SparseWeight, sparse_weights

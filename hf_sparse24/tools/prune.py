@@ -27,9 +27,9 @@ from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainerState, 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from ..checkpoints.card import CARD, read_card, write_model_card
 from ..checkpoints.export import export_model, make_fingerprint
 from ..files import locked, read_json, written_whole
+from ..hub.card import CARD, read_card, write_model_card
 from ..progress import Progress, get_logger, is_watched
 from ..pruning.calibration import evaluating
 from ..pruning.oneshot import oneshot

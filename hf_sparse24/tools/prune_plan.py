@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
-from ..checkpoints.card import CARD, read_card
 from ..checkpoints.manifest import MANIFEST
 from ..config import Sparse24Config
+from ..hub.card import CARD, read_card
 from ..methods import ONESHOT_METHOD
 from ..packed_format import check_values
 from ..patching.packing import check_packable

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..charts import Point, Span
-from ..checkpoints.losses import History, by_step
 from ..files import read_json
+from ..hub.charts import Point, Span
+from ..hub.losses import History, by_step
 from ..training.run_log import RUN_LOG, read_lines
 
 STATE = "trainer_state.json"

@@ -11,10 +11,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .. import charts
-from ..charts import X_LABEL, Series, shown
-from ..checkpoints.losses import evaluation_losses, loss_series, some_rows
 from ..files import written_whole
+from ..hub import charts
+from ..hub.charts import X_LABEL, Series, shown
+from ..hub.losses import evaluation_losses, loss_series, some_rows
 from ..tables import html_table
 from ..training.run_log import MEMORY, RUN_LOG, SPEED
 from .run_files import POINTS, RunFiles, layer_map, read_run, thinned

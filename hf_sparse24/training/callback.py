@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy
 
-from ..checkpoints.card import describe_checkpoint
+from ..hub.card import describe_checkpoint
 from ..methods.base import DENSE_PHASE
 from ..patching.ownership import adopt
 from ..progress import get_logger

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.attaching import attach_adapters
-from ..adapters.bypass import adapters_in, check_adapters
 from ..facts import check_phase
 from ..methods import StepContext
 from ..methods.base import DENSE_PHASE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
+from ..peft.attaching import attach_adapters
+from ..peft.bypass import adapters_in, check_adapters
 from ..progress import get_logger
 from ..run import SparseRun, set_phase
 from ..weights.sharding import rank

@@ -21,7 +21,7 @@ from ..facts import MARKER
 from ..files import read_json
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
-from ..peft_hooks import ADAPTER_CONFIG, recorded_config
+from ..peft.tuners import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
 from ..run import set_phase, sparse_run
 from ..weights.sharding import is_sharded

@@ -9,7 +9,7 @@ from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
-from ..adapters.bypass import adapters_in
+from ..peft.bypass import adapters_in
 from ..run import SparseRun, set_phase
 from ..weights.rules import method_mask
 from ..weights.sharding import compute_device, local, total

@@ -13,8 +13,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
 
-from ..checkpoints.hub import push_to_hub
 from ..config import Sparse24Config
+from ..hub.push import push_to_hub
 from ..methods import step_param_groups
 from ..methods.masked_decay import AUTO
 from ..patching.report import PRETRAINED, PatchReport

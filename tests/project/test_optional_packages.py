@@ -29,7 +29,7 @@ import contextlib, io, torch, zoo
 import sparse24_kernels as kernels
 from transformers import AutoModelForCausalLM, TrainingArguments
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, make_model_card, patch_model
-from hf_sparse24.checkpoints.losses import plot_losses
+from hf_sparse24.hub.losses import plot_losses
 import hf_sparse24_command as cli
 
 torch.set_num_threads(1)

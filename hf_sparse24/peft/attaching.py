@@ -15,7 +15,7 @@ from .masked import has_mask
 from .merging import Unmerged, merge, unmerge
 
 WHEN_ATTACHED: list[Callable[[nn.Module], None]] = []
-"""What is called with a model whose adapters are attached; `peft_hooks` adds the record of their base."""
+"""What is called with a model whose adapters are attached; `tuners` adds the record of their base."""
 
 
 def attach_adapters(model: nn.Module) -> None:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_sparse24 import (
     Sparse24Config,
-    charts,
     export_model,
     make_model_card,
     oneshot,
@@ -20,9 +19,10 @@ from hf_sparse24 import (
     patch_model,
     sparse_run,
 )
-from hf_sparse24.checkpoints.card import BEGIN, END, write_model_card
-from hf_sparse24.checkpoints.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
 from hf_sparse24.config import SavedConfig
+from hf_sparse24.hub import charts
+from hf_sparse24.hub.card import BEGIN, END, write_model_card
+from hf_sparse24.hub.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
 from hf_sparse24.methods import METHODS
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]

@@ -7,9 +7,9 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from .. import charts
-from ..charts import Series
 from ..files import read_json
+from . import charts
+from .charts import Series
 
 Logs = Sequence[Mapping[str, Any]]  # `trainer.state.log_history`, and the same in `trainer_state.json`
 History = dict[int, dict[str, float]]  # numbers by the step and by name

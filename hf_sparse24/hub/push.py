@@ -13,17 +13,17 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import PreTrainedModel
 
-from ..adapters.bypass import adapters_in
-from ..adapters.merging import without_adapters
+from ..checkpoints.export import WEIGHT_FILES, export_model, unwrapped
+from ..checkpoints.lazy_tensors import NOT_FINITE
 from ..patching.ownership import MODEL_METHODS
 from ..patching.refusals import reject_non_finite
+from ..peft.bypass import adapters_in
+from ..peft.merging import without_adapters
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .card import CARD, CHECKPOINT, Format, check_arguments, describe_checkpoint, read_card, write_model_card
-from .export import WEIGHT_FILES, export_model, unwrapped
-from .lazy_tensors import NOT_FINITE
 
 
 def push_to_hub(

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
-from hf_sparse24.adapters import masked
 from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24.peft import masked
 
 peft = pytest.importorskip("peft")
 

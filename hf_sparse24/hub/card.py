@@ -15,12 +15,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..adapters.bypass import adapters_in
+from ..checkpoints.manifest import MANIFEST
+from ..checkpoints.replacing import CONFIG
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import is_nm_sparse
 from ..packed_format import check_values
 from ..patching.ownership import unwrap
 from ..patching.report import shown_count
+from ..peft.bypass import adapters_in
 from ..progress import get_logger
 from ..run import SparseRun, sparse_run
 from ..tables import markdown_table, shown_patterns
@@ -29,8 +31,6 @@ from ..weights.sharding import rank
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import TRAINED, PackedMaster
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
-from .manifest import MANIFEST
-from .replacing import CONFIG
 
 logger = get_logger(__name__)
 

@@ -37,7 +37,7 @@ FORMATS = ["dense", "packed", "training"]
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> FakeHub:
     hub = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr("hf_sparse24.checkpoints.hub.HfApi", lambda: hub)
+    monkeypatch.setattr("hf_sparse24.hub.push.HfApi", lambda: hub)
     monkeypatch.setattr("transformers.utils.hub._hf_api", hub)  # the Trainer's
     logging.Logger.warning_once.cache_clear()  # Transformers warns once in a process
     return hub

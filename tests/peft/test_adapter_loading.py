@@ -14,7 +14,7 @@ from training_runs import arguments, dataset
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, patch_model, unpatch_model
-from hf_sparse24.peft_hooks import MASKED_TYPE
+from hf_sparse24.peft.tuners import MASKED_TYPE
 from hf_sparse24.run import set_phase, sparse_run
 
 peft = pytest.importorskip("peft")

@@ -23,22 +23,22 @@ from typing import Any
 
 from torch import nn
 
-from .adapters.attaching import WHEN_ATTACHED, attaching
-from .adapters.bypass import adapters_in, check_adapters
-from .adapters.merging import check_mergeable
-from .config import SavedConfig
-from .files import read_json
-from .methods import method_class
-from .methods.base import DENSE_PHASE
-from .metrics import is_nm_sparse
-from .patching.masters import packed_config
-from .patching.ownership import adopt
-from .patching.surgery import patch_model, unpatch_model
-from .progress import get_logger
-from .run import patched_config, set_phase, sparse_run
-from .weights.sharding import whole
-from .weights.sparse_weight import sparse_weights
-from .weights.storage import PACKED, Storage, name_without_adapters
+from ..config import SavedConfig
+from ..files import read_json
+from ..methods import method_class
+from ..methods.base import DENSE_PHASE
+from ..metrics import is_nm_sparse
+from ..patching.masters import packed_config
+from ..patching.ownership import adopt
+from ..patching.surgery import patch_model, unpatch_model
+from ..progress import get_logger
+from ..run import patched_config, set_phase, sparse_run
+from ..weights.sharding import whole
+from ..weights.sparse_weight import sparse_weights
+from ..weights.storage import PACKED, Storage, name_without_adapters
+from .attaching import WHEN_ATTACHED, attaching
+from .bypass import adapters_in, check_adapters
+from .merging import check_mergeable
 
 logger = get_logger(__name__)
 
