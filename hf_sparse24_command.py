@@ -144,18 +144,15 @@ def make_parser() -> argparse.ArgumentParser:
 
     text = "save what a training checkpoint computes with, for others to use, and its tokenizer"
     export = command("export", "checkpoint_commands:export", text)
-    text = "make an export of a sparse-24-bitmask checkpoint of compressed-tensors, which nothing loads any more"
-    convert = command("convert", "checkpoint_commands:convert", text)
     text = "which weights of an export are sparse, and how large it is"
     inspect = command("inspect", "checkpoint_commands:inspect", text)
     text = "read an export, and prove that what is said to be sparse is; exit status 1 if not"
     verify = command("verify", "checkpoint_commands:verify_checkpoint", text)
-    for each in (export, convert, inspect, verify):
+    for each in (export, inspect, verify):
         each.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory, or a name on the Hub")
     size = "of one file, in bytes or as 500MB (default 5GB)"
-    for each in (export, convert):
-        each.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
-        each.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=size)
+    export.add_argument("directory", metavar="DIRECTORY", help="where to; an export that it holds is replaced")
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", type=_size, help=size)
     text = "dense (default): any engine reads it; packed: 9/16 of the bytes, read with hf_sparse24"
     for each in (export, prune):
         each.add_argument("--format", choices=("dense", "packed"), default="dense", help=text)

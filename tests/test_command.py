@@ -47,7 +47,7 @@ def test_ctrl_c_that_comes_out_as_another_error(monkeypatch, capsys):
 def test_every_command_is_there():
     """The parser names functions by text."""
     (commands,) = hf_sparse24_command.make_parser()._subparsers._group_actions
-    assert {"prune", "convert", "verify"} < commands.choices.keys()
+    assert {"prune", "export", "verify"} < commands.choices.keys()
     for command in commands.choices.values():
         module, function = command.get_default("run").split(":")
         assert callable(getattr(__import__(f"hf_sparse24.tools.{module}", fromlist=[function]), function))

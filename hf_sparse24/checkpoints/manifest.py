@@ -151,7 +151,7 @@ def read_listing(tensors: Tensors) -> Listing:
                 told = f"packed.values={said.values!r}, and {name} has {_values(tensors, name)} values"
                 raise ValueError(f"{directory / CONFIG}: {told}; copy or download the whole export again")
         return listing
-    way = "; hf-sparse24 convert makes an export of it" if "sparsity_config" in config else ""
+    way = "; recipes/convert_bitmask.py makes it dense" if "sparsity_config" in config else ""
     raise ValueError(f"{directory} has no {MANIFEST}, in which export_model lists the sparse weights{way}")
 
 

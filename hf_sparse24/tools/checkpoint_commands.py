@@ -1,4 +1,4 @@
-"""`hf-sparse24 export | convert | inspect | verify`: checkpoints in a directory or on the Hub."""
+"""`hf-sparse24 export | inspect | verify`: checkpoints in a directory or on the Hub."""
 
 import argparse
 import shutil
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from ..checkpoints.bitmask import convert_checkpoint, load_whole
 from ..checkpoints.export import export_model
 from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
 from ..config import Sparse24Config
@@ -38,8 +38,9 @@ def export(options: argparse.Namespace) -> int:
     is_dense = not own and (source / MANIFEST).exists()
     is_packed = "packed" in own and own.get("master") != "packed"
     if not is_dense and (own.get("quant_method") != "sparse24" or is_packed):
-        way = "unpack_model(model).save_pretrained makes dense weights of a packed one, hf-sparse24 convert of bitmasks"
-        raise ValueError(f"{options.checkpoint} is no training checkpoint of hf_sparse24 and no dense export; {way}")
+        way = "unpack_model(model).save_pretrained makes dense weights of a packed one, recipes/convert_bitmask.py of"
+        what = "is no training checkpoint of hf_sparse24 and no dense export"
+        raise ValueError(f"{options.checkpoint} {what}; {way} bitmasks")
     listing = read_listing(Tensors(source)) if is_dense else None
     model = load_whole(type(empty), source)
     if listing is not None:
@@ -60,11 +61,18 @@ def _patch_export(model: PreTrainedModel, listing: Listing, config: dict[str, An
             raise ValueError(f"{name} is not {weight.pattern}, as {listing.source} says; run hf-sparse24 verify")
 
 
-def convert(options: argparse.Namespace) -> int:
-    """Make a dense export of a `sparse-24-bitmask` checkpoint, with its tokenizer."""
-    check_destination(options.directory)
-    source = local_files(options.checkpoint, [*WEIGHTS, *_OF_A_TOKENIZER])
-    return _finish(source, options, partial(convert_checkpoint, source, read_model(source)[0]))
+def load_whole(cls: type[PreTrainedModel], source: Path) -> PreTrainedModel:
+    """The model in `source`. ValueError: a tensor is missing or has another size."""
+    load: Any = cls.from_pretrained  # its type has no pair
+    try:
+        model, report = load(source, ignore_mismatched_sizes=True, output_loading_info=True)
+    except (RuntimeError, SafetensorError) as error:  # such as experts of different sizes, which it cannot stack
+        raise ValueError(f"{source}: {error}") from error
+    wrong = {f"it lacks {name}" for name in report["missing_keys"]}
+    wrong |= {f"{name} has other sizes than its config.json says" for name, *_ in report["mismatched_keys"]}
+    if wrong:
+        raise ValueError(f"{source}: {min(wrong)}; copy or download it again")
+    return model
 
 
 def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None]) -> int:

@@ -235,7 +235,7 @@ def test_other_files_and_numbers(tmp_path, capsys):
     assert "has NaN or inf" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "elsewhere"], ["convert", "elsewhere"]])
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "elsewhere"]])
 def test_a_name_that_is_nowhere(command, capsys, tmp_path, monkeypatch):
     """The message begins with what was typed, whatever the Hub says."""
     monkeypatch.chdir(tmp_path)

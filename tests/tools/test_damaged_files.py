@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
-from bitmask import prune, write_bitmask
 from checkpoints import patched
 
 from hf_sparse24 import export_model
@@ -15,7 +13,7 @@ from hf_sparse24.tools import doctor
 from hf_sparse24_command import main
 
 WEIGHT, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-ALL = "plan doctor inspect verify convert export"
+ALL = "plan doctor inspect verify export"
 NESTED = "[" * 9999
 OWN = "quantization_config"
 TEXTS = [NESTED, '{"a":' * 9999, "{", "[]", "null", "\xff", "", '{"a": ' + "9" * 9999 + "}"]
@@ -74,10 +72,6 @@ INDEX = [
     (("weight_map", NORM), "../x", "weight_map"),
     (("weight_map", NORM), "x.safetensors", "x.safetensors"),
 ]
-COMPRESSION = [
-    ((OWN, "sparsity_config"), "2:4", "sparsity_config"),
-    ((OWN, "sparsity_config", "format"), ["x"], "format ['x']"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +80,6 @@ def checkpoints(tmp_path_factory) -> Path:
     patched().save_pretrained(root / "training")
     export_model(patched(), root / "dense")
     export_model(patched(), root / "packed", "packed", max_shard_size="20KB")
-    write_bitmask(prune(zoo.build("llama")), root / "bitmask")
     return root
 
 
@@ -95,7 +88,7 @@ def refused(directory: Path, *commands: str, capsys) -> list[str]:
     said = []
     for command in commands:
         out = directory.parent / "out"
-        status = main([command, str(directory), *([str(out)] if command in ("export", "convert") else [])])
+        status = main([command, str(directory), *([str(out)] if command == "export" else [])])
         lines = capsys.readouterr()
         assert status in (0, 2) or (command, status) == ("verify", 1)
         if status == 1:
@@ -124,7 +117,6 @@ def change_json(path: Path, keys: tuple[str, ...], value: Any) -> None:
     [
         *(("training", "config.json", *case, ALL) for case in [*CONFIG, *MODEL, *TRAINING]),
         *(("packed", "config.json", *case, "inspect verify") for case in [*CONFIG, *PACKED]),
-        *(("bitmask", "config.json", *case, "convert") for case in [*CONFIG, *MODEL, *COMPRESSION]),
         *(("dense", "sparse24.json", *case, "inspect verify export") for case in [*LISTING, *DENSE]),
         *(("packed", "sparse24.json", *case, "inspect verify") for case in LISTING),
         *(("packed", "packed.safetensors.index.json", *case, "inspect verify") for case in INDEX),
@@ -149,15 +141,14 @@ def test_a_safetensors_header(name, commands, header, checkpoints, tmp_path, cap
 
 
 DTYPES = {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F8_E4M3FNUZ": 8, "C64": 64, "U16": 16, "I64": 64, "BOOL": 8, "E": 8}
-PARTS = {"dense": (WEIGHT, "model.embed_tokens.weight"), "bitmask": (f"{WEIGHT[:-7]}.compressed", NORM)}
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
-@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in PARTS.items() for part in parts])
-def test_an_entry_of_a_header(name, part, dtype, checkpoints, tmp_path, capsys):
+@pytest.mark.parametrize("part", [WEIGHT, "model.embed_tokens.weight"])
+def test_an_entry_of_a_header(part, dtype, checkpoints, tmp_path, capsys):
     """Another dtype for the same bytes, or another name."""
-    directory = Path(shutil.copytree(checkpoints / name, tmp_path / "copy"))
+    directory = Path(shutil.copytree(checkpoints / "dense", tmp_path / "copy"))
     data = (directory / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -168,6 +159,5 @@ def test_an_entry_of_a_header(name, part, dtype, checkpoints, tmp_path, capsys):
     header["other" if dtype is None else part] = entry
     text = json.dumps(header).encode()
     (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    commands = ["convert"] if name == "bitmask" else ["inspect", "verify", "export"]
-    said = refused(directory, *commands, capsys=capsys)
+    said = refused(directory, "inspect", "verify", "export", capsys=capsys)
     assert any(part in line or "model.safetensors" in line for line in said)
