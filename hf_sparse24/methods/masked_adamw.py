@@ -12,8 +12,11 @@ from transformers.trainer_pt_utils import get_parameter_names
 from ..weights.sharding import local, local_gradient
 from ..weights.sparse_weight import sparse_weights
 
-# What Transformers' Trainer does not decay, next to everything in an nn.LayerNorm.
+Group = dict[str, Any]
+"""A parameter group of an optimizer: `"params"`, `"masked"`, and AdamW's arguments."""
+
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Names that Transformers' Trainer does not decay, next to everything in an nn.LayerNorm."""
 
 
 class GroupTensors(NamedTuple):
@@ -28,7 +31,7 @@ class GroupTensors(NamedTuple):
 
 
 class MaskedAdamW(torch.optim.Optimizer):
-    """AdamW for the groups without `"masked": True`; a subclass says how the others are updated.
+    """AdamW, bit for bit; a subclass says how groups with `"masked": True` are updated instead.
 
     Each process updates its shards of sharded parameters (FSDP2, tensor parallelism).
 
@@ -44,12 +47,7 @@ class MaskedAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        lr: float | Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        self, params: Iterable[Group], lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masked": False}
         super().__init__(params, defaults)
@@ -57,14 +55,13 @@ class MaskedAdamW(torch.optim.Optimizer):
             for name in ("lr", "eps", "weight_decay"):
                 if not 0 <= group[name] < math.inf:
                     raise ValueError(f"{name}={group[name]!r}: must be a finite number >= 0")
-            for beta in group["betas"]:
-                if not 0 <= beta < 1:
-                    raise ValueError(f"betas={group['betas']!r}: must be in [0, 1)")
+            if not all(0 <= beta < 1 for beta in group["betas"]):
+                raise ValueError(f"betas={group['betas']!r}: must be in [0, 1)")
         if not any(group["masked"] for group in self.param_groups):
             raise ValueError("no parameter group has 'masked': True; make the groups with step_param_groups(model)")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step, and return the loss of `closure` if there is one, as in `torch.optim.AdamW`.
 
         Raises:
@@ -78,37 +75,32 @@ class MaskedAdamW(torch.optim.Optimizer):
         batches = [(group, batch) for group, batch in batches if batch.params]
         self.before_groups([batch for group, batch in batches if group["masked"]])
         for group, batch in batches:
-            update = self.masked_step if group["masked"] else adamw_step
-            update(group, batch)
+            if group["masked"]:
+                self.masked_step(group, batch)
+            else:
+                _adamw_step(group, batch)
         self.after_groups()
         return loss
 
     def before_groups(self, masked: list[GroupTensors]) -> None:
-        """Before any parameter changes, with what the masked groups hold."""
+        """Run before any parameter changes, with the tensors of the masked groups; may raise RuntimeError."""
 
-    def masked_step(self, group: dict[str, Any], batch: GroupTensors) -> None:
-        """Update the parameters of a masked group."""
-        raise NotImplementedError
+    def masked_step(self, group: Group, batch: GroupTensors) -> None:
+        """Update the parameters of a masked group. Default: AdamW's step."""
+        _adamw_step(group, batch)
 
     def after_groups(self) -> None:
-        """After all parameters have changed."""
+        """Run after all parameters have changed."""
 
-    def check_new(self, parameter: Tensor) -> None:
-        """Raise RuntimeError where a masked parameter may not get its first gradient now."""
-
-    def _gather(self, group: dict[str, Any]) -> GroupTensors:
+    def _gather(self, group: Group) -> GroupTensors:
         """Return a group's parameters that have a gradient, with their state, which is made at the first gradient."""
         batch = GroupTensors([], [], [], [], [], [])
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
             if parameter.grad.is_sparse:
                 name = type(self).__name__
                 raise RuntimeError(f"{name} does not support sparse gradients; use nn.Embedding(sparse=False)")
             state = self.state[parameter]
             if not state:
-                if group["masked"]:
-                    self.check_new(parameter)
                 state["step"] = torch.tensor(0.0)  # on the CPU, as AdamW has it: bias correction needs no device
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
@@ -119,7 +111,7 @@ class MaskedAdamW(torch.optim.Optimizer):
         return batch
 
 
-def adamw_step(group: dict[str, Any], batch: GroupTensors) -> None:
+def _adamw_step(group: Group, batch: GroupTensors) -> None:
     """Take a step by torch's own function, so that it is AdamW to the last bit."""
     beta1, beta2 = group["betas"]
     settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
@@ -128,7 +120,7 @@ def adamw_step(group: dict[str, Any], batch: GroupTensors) -> None:
 
 def step_param_groups(
     model: nn.Module, weight_decay: float = 0.01, decay_names: Collection[str] | None = None
-) -> list[dict[str, Any]]:
+) -> list[Group]:
     """Return the trainable parameters of a patched model as groups for a method's optimizer, in a loop of your own.
 
     Args:
@@ -142,16 +134,13 @@ def step_param_groups(
     """
     if decay_names is None:
         decay_names = get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
-    decay_names = set(decay_names)
-    weights = sparse_weights(model).values()
+    weights, decay_names = sparse_weights(model).values(), set(decay_names)
     masked_weights = {id(weight.master) for weight in weights}
     own = {id(parameter) for weight in weights for parameter in weight.parameters.values()}
-    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    groups: dict[tuple[bool, bool], Group] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decayed = name in decay_names and id(parameter) not in own
-            groups.setdefault((id(parameter) in masked_weights, decayed), []).append(parameter)
-    return [
-        {"params": parameters, "masked": masked, "weight_decay": weight_decay if decayed else 0.0}
-        for (masked, decayed), parameters in groups.items()
-    ]
+            masked, decayed = id(parameter) in masked_weights, name in decay_names and id(parameter) not in own
+            group = {"params": [], "masked": masked, "weight_decay": weight_decay if decayed else 0.0}
+            groups.setdefault((masked, decayed), group)["params"].append(parameter)
+    return list(groups.values())

@@ -6,17 +6,16 @@ Method card
     Why              SR-STE loses accuracy with Adam because v is then estimated from masked weights' gradients
     Hyper-parameters switch_rule "arithmetic" (option I) or "geometric" (option II), logged as `switch_statistic` and
                      `switch_threshold`; not before 10 % (`switch_after`) and by 50 % (`switch_by`) of training;
-                     update_clip 1.0, 0 for the paper's steps (see `StepAdamW`)
-    Optimizer        `StepAdamW`. `Sparse24Trainer` makes it from these settings; in a loop of your own
-                     `sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps, lr=...)` does. The
-                     controller refuses one with other settings. Settings that change later do not reach it
+                     update_clip 1.0, 0 for the paper's steps
+    Optimizer        `StepAdamW`, which has the formulas. `Sparse24Trainer` makes it from these settings; in a loop of
+                     your own `sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps, lr=...)`
+                     does. The controller refuses one with other settings
     Known limits     the dense phase has no sparse GEMM, so at most 90 % of the run can gain. AutoSwitch compares
                      squared gradients with eps: where they are large it waits until `switch_by`, where they are small
-                     it does not wait (see `StepAdamW`)
+                     it does not wait
     Deviations       Steps with v* are clipped, and v* keeps its bias correction (reasons in `StepAdamW`). The geometric
-                     rule leaves out entries of v that did not change, where the paper's mean of logarithms is minus
-                     infinity. A window that is not full yet is averaged as it is. Weight decay is AdamW's, in both
-                     phases. Weights that are not pruned stay with plain AdamW
+                     rule leaves out entries of v that did not change. A window that is not full yet is averaged as it
+                     is. Weight decay is AdamW's, in both phases. Weights that are not pruned stay with plain AdamW
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
@@ -28,16 +27,14 @@ from typing import Any
 import torch
 
 from .base import StepContext
+from .masked_adamw import Group
 from .registry import register_method
 from .settings import LENGTH, GemmSettings, is_length, is_non_negative, one_of, setting, sparse_steps, to_steps
 from .ste import STE
 from .step_adamw import SWITCH_RULES, StepAdamW
 
 _OPTIMIZER_SETTINGS = ("switch_rule", "switch_after", "switch_by", "update_clip")
-_MAKER = (
-    "sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps, lr=...), or leave it to "
-    "Sparse24Trainer"
-)
+_MAKER = "sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps, lr=...)"
 
 
 @register_method("step")
@@ -80,17 +77,17 @@ class STEP(STE):
         if wrong := [f"{name}={given[name]!r}, not {ours[name]!r}" for name in given if given[name] != ours[name]]:
             raise ValueError(f"StepAdamW has {', '.join(wrong)}, which the run and its config say: make it by {_MAKER}")
 
-    def metrics(self, context: StepContext) -> dict[str, float]:
-        """`switch_statistic` and `switch_threshold` of AutoSwitch, from its first statistic to the switch."""
-        step_adamw = _step_adamw(context.optimizer)
-        statistic = step_adamw.switch_statistic
-        if step_adamw.switched or math.isinf(statistic):
-            return {}
-        return {"switch_statistic": statistic, "switch_threshold": step_adamw.switch_threshold}
-
-    def make_optimizer(self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any) -> StepAdamW:
+    def make_optimizer(self, groups: list[Group], total_steps: int, **arguments: Any) -> StepAdamW:
         arguments |= {name: getattr(self.settings, name) for name in _OPTIMIZER_SETTINGS}
         return StepAdamW(groups, total_steps=total_steps, **arguments)
+
+    def metrics(self, context: StepContext) -> dict[str, float]:
+        """`switch_statistic` and `switch_threshold` of AutoSwitch, from its first statistic to the switch."""
+        optimizer = _step_adamw(context.optimizer)
+        statistic = optimizer.switch_statistic
+        if optimizer.switched or math.isinf(statistic):
+            return {}
+        return {"switch_statistic": statistic, "switch_threshold": optimizer.switch_threshold}
 
 
 def _step_adamw(optimizer: torch.optim.Optimizer) -> StepAdamW:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..weights.sharding import total
-from .masked_adamw import GroupTensors, MaskedAdamW, adamw_step
+from .masked_adamw import Group, GroupTensors, MaskedAdamW
 from .settings import to_steps
 
 SWITCH_RULES = ("arithmetic", "geometric")
@@ -26,49 +26,36 @@ class StepAdamW(MaskedAdamW):
 
     AutoSwitch ends phase 1 with the first step t >= `switch_after` at which v has settled, at the latest with step
     `switch_by`. v has settled once the mean of z over the last `floor(1 / (1 - beta2))` steps, or those that there are,
-    is below eps. z is a mean over all entries of all masked weights, by one of the paper's two rules:
-
-    * "arithmetic", option I: `z_t = mean |v_t - v_{t-1}|`.
-    * "geometric", option II: `z_t = exp(mean log |v_t - v_{t-1}|)`, without the entries that did not change: one would
-      make it zero. If none changed, z_t is 1 - beta2.
+    is below eps. z is a mean over all entries of all masked weights: of "arithmetic", the paper's option I,
+    `z_t = mean |v_t - v_{t-1}|`; of "geometric", its option II, `z_t = exp(mean log |v_t - v_{t-1}|)` without the
+    entries that did not change (if none did, z_t is 1 - beta2).
 
     Limits: v has the units of squared gradients, eps those of a gradient. So small gradients fulfil the rule at once,
-    and large ones never do. A bf16 variance cannot fall where 1 - beta2 is below 0.004, and looks settled: keep the
-    weights in fp32.
+    and large ones never do. A bf16 variance cannot fall where 1 - beta2 is below 0.004: keep the weights in fp32.
+
+    Deviations from the paper: AdamW moves no entry by more than lr max(1, (1 - beta1) / sqrt(1 - beta2)) (Kingma and Ba
+    2015, section 2.1), but a frozen v* does not limit steps, so we clip them. A Llama of 1.6M parameters, lr 6e-3,
+    switched after 400 of 4,000 steps, went from loss 4.3 to 4.8 without the clip, and went on falling with it. v* keeps
+    its bias correction; without it, steps would grow by 26 % after 1 / (1 - beta2) steps.
 
     Args:
-        params: parameter groups. Those with `"masked": True` take part in AutoSwitch and in phase 2; all others are
-            plain AdamW throughout. `step_param_groups` makes the groups of a patched model.
+        params: groups, those with `"masked": True` in both phases, the others plain AdamW; see `step_param_groups`.
         lr: as in `torch.optim.AdamW`.
         betas: as there; the masked groups must agree on them.
-        eps: as there; the masked groups must agree on it. The paper's two rules compare with it.
+        eps: as there; the masked groups must agree on it.
         weight_decay: as there.
         total_steps: optimizer steps of the whole run, >= 2.
         switch_rule: `"arithmetic"` or `"geometric"`.
-        switch_after: length of training before which AutoSwitch never switches: an int counts optimizer steps, a float
-            below 1 is a fraction of `total_steps`.
+        switch_after: length of training before which AutoSwitch never switches, in steps or, below 1, as a fraction.
         switch_by: length of training at which it switches in any case, in the same units.
-        update_clip: limit of an entry's step in phase 2, in learning rates and without weight decay; 0, as in the
-            paper, limits nothing.
+        update_clip: limit of an entry's step in phase 2, in learning rates; 0, as in the paper, limits nothing.
 
     Raises:
-        ValueError: a value out of its range, no masked group, masked groups that disagree; when loading, the state of
-            another optimizer.
-        RuntimeError: a masked parameter gets its first gradient in phase 2, when it is too late to learn a variance.
+        ValueError: a value out of its range, masked groups that disagree, or the state of another optimizer or rule.
+        RuntimeError: a masked parameter gets its first gradient in phase 2, too late to learn a variance.
 
-    `state_dict()` holds everything, AutoSwitch included (in the first masked group), so a resumed run equals an
-    uninterrupted one. Memory is AdamW's and AutoSwitch's window. Between `switch_after` and the switch each step reads
-    one number from the device. Each process updates its shards (FSDP2, tensor parallelism); means are over all shards,
-    so all processes switch at the same step.
-
-    Reference: Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2; no official code exists. Deviations:
-
-    * The clip. AdamW moves no entry by more than lr max(1, (1 - beta1) / sqrt(1 - beta2)), because v follows the
-      gradient (Kingma and Ba 2015, section 2.1). A frozen v* does not: when gradients grow, entries with a small v*
-      take many times that step. On a Llama of 1.6M parameters, lr 6e-3, switched after 400 of 4,000 steps, the loss
-      rose from 4.3 to 4.8; clipped, it went on falling. The clip also limits an entry without a gradient in phase 1.
-    * v* keeps the bias correction it had when it was frozen. Without it, steps would grow by 26 % after
-      1 / (1 - beta2) steps.
+    Attributes:
+        arguments: the last five arguments by name, lengths in optimizer steps; the run and its config must agree.
 
     Examples:
         >>> from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,7 +68,7 @@ class StepAdamW(MaskedAdamW):
 
     def __init__(
         self,
-        params: Iterable[dict[str, Any]],
+        params: Iterable[Group],
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -102,14 +89,16 @@ class StepAdamW(MaskedAdamW):
             given = f"switch_after={switch_after} is {after} steps, switch_by={switch_by} is {by}, {total_steps=}"
             raise ValueError(f"{given}: must have 0 <= switch_after <= switch_by and 1 <= switch_by < total_steps")
         super().__init__(params, lr, betas, eps, weight_decay)
-        masked = [group for group in self.param_groups if group["masked"]]
-        if any((group["betas"], group["eps"]) != (masked[0]["betas"], masked[0]["eps"]) for group in masked):
+        first, *others = [group for group in self.param_groups if group["masked"]]
+        if any((group["betas"], group["eps"]) != (first["betas"], first["eps"]) for group in others):
             raise ValueError("masked groups differ in betas or eps; AutoSwitch decides for all of them at once")
-        self.update_clip, self._switch_rule, self._after, self._by = update_clip, switch_rule, after, by
+        self.rule, self.after, self.by, self.clip = switch_rule, after, by, update_clip
         lengths = {"total_steps": total_steps, "switch_after": after, "switch_by": by}
         self.arguments = lengths | {"switch_rule": switch_rule, "update_clip": update_clip}
-        """What the run and its config must agree with, by the argument's name: lengths in optimizer steps."""
-        masked[0]["auto_switch"] = {"step": 0, "switch_step": None} | self._nothing_seen(masked[0])
+        # As long as v remembers. The small addition makes 20 of 1 / (1 - 0.95), which float noise puts below 20.
+        window = torch.full((math.floor(1 / (1 - first["betas"][1]) + 1e-6),), math.inf)
+        seen = {"step": 0, "switch_step": None, "rule": switch_rule, "window": window}
+        first["auto_switch"] = seen | {"statistic": torch.tensor(math.inf)}
 
     @property
     def switched(self) -> bool:
@@ -132,106 +121,79 @@ class StepAdamW(MaskedAdamW):
         return self._first["eps"]
 
     @property
-    def _first(self) -> dict[str, Any]:
+    def _first(self) -> Group:
         """The masked group that has AutoSwitch's state. Looked up each time: loading replaces the groups."""
         return next(group for group in self.param_groups if "auto_switch" in group)
 
-    def _nothing_seen(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return AutoSwitch's state before the first step: an empty `window` of z, and no statistic."""
-        # How long v remembers. The small addition makes 20 of 1 / (1 - 0.95), which float noise puts below 20.
-        window = torch.full((math.floor(1 / (1 - group["betas"][1]) + 1e-6),), math.inf)
-        return {"rule": self._switch_rule, "window": window, "statistic": torch.tensor(math.inf)}
-
     def before_groups(self, masked: list[GroupTensors]) -> None:
         """Write z of this step into the window, if any decision will read it."""
+        new = [tuple(x.shape) for batch in masked for x, step in zip(batch.owners, batch.steps) if step == 0]
+        if self.switched and new:
+            way = "make it trainable from the start, or put it into a group that is not masked"
+            when = f"after step {self.switch_step}, when variances were frozen"
+            raise RuntimeError(f"a masked parameter of shape {new[0]} got its first gradient {when}; {way}")
         seen, beta2 = self._first["auto_switch"], self._first["betas"][1]
         step = seen["step"] = seen["step"] + 1
-        gradients, variances, owners = ([x for batch in masked for x in batch[i]] for i in (1, 3, 5))
-        if self.switched or not owners or step <= self._after - len(seen["window"]):
+        if self.switched or not masked or step <= self.after - len(seen["window"]):
             return
-        window = seen["window"] = seen["window"].to(owners[0].device)
+        window = seen["window"] = seen["window"].to(masked[0].owners[0].device)
         # v_t - v_{t-1} = (1 - beta2) (g^2 - v_{t-1}), so that no copy of v is needed.
-        distance = _mean_distance(gradients, variances, owners, self._switch_rule, window.device)
-        window[step % len(window)] = (1 - beta2) * distance
+        window[step % len(window)] = (1 - beta2) * _mean_distance(masked, self.rule, window.device)
         is_seen = ~window.isinf()
         seen["statistic"] = torch.where(is_seen, window, 0.0).sum() / is_seen.sum()
 
-    def masked_step(self, group: dict[str, Any], batch: GroupTensors) -> None:
-        if self.switched:
-            _frozen_step(group, batch, self.update_clip)
-        else:
-            adamw_step(group, batch)
+    def masked_step(self, group: Group, batch: GroupTensors) -> None:
+        if not self.switched:
+            return super().masked_step(group, batch)
+        lr, beta1 = float(group["lr"]), group["betas"][0]
+        torch._foreach_add_(batch.steps, 1)
+        torch._foreach_mul_(batch.params, 1 - lr * group["weight_decay"])
+        torch._foreach_lerp_(batch.exp_avgs, batch.grads, 1 - beta1)
+        denominators = torch._foreach_sqrt(batch.exp_avg_sqs)
+        torch._foreach_add_(denominators, group["eps"])
+        corrections = [1 - beta1 ** t.item() for t in batch.steps]
+        if not self.clip:
+            sizes = [-lr / correction for correction in corrections]
+            return torch._foreach_addcdiv_(batch.params, batch.exp_avgs, denominators, sizes)
+        torch._foreach_reciprocal_(denominators)  # in place from here on: the memory of one more moment
+        torch._foreach_mul_(denominators, batch.exp_avgs)
+        torch._foreach_div_(denominators, corrections)
+        torch._foreach_clamp_max_(denominators, self.clip)
+        torch._foreach_clamp_min_(denominators, -self.clip)
+        torch._foreach_add_(batch.params, denominators, alpha=-lr)
 
     def after_groups(self) -> None:
         """Turn v of all masked parameters into v* in place if it has settled."""
         seen, beta2 = self._first["auto_switch"], self._first["betas"][1]
         step = seen["step"]
-        if self.switched or not (step >= self._by or (step >= self._after and seen["statistic"] < self._first["eps"])):
+        if self.switched or not (step >= self.by or (step >= self.after and seen["statistic"] < self._first["eps"])):
             return
         seen["switch_step"] = step
         masked = [parameter for group in self.param_groups if group["masked"] for parameter in group["params"]]
-        states = [self.state[parameter] for parameter in masked if parameter in self.state]
-        if states:
-            corrections = [1 - beta2 ** state["step"].item() for state in states]
-            torch._foreach_div_([state["exp_avg_sq"] for state in states], corrections)
-
-    def check_new(self, parameter: Tensor) -> None:
-        if self.switched:
-            shape, step = tuple(parameter.shape), self.switch_step
-            way = "make it trainable from the start, or put it into a group that is not masked"
-            when = f"after step {step}, when variances were frozen"
-            raise RuntimeError(f"a masked parameter of shape {shape} got its first gradient {when}; {way}")
+        for state in (self.state[parameter] for parameter in masked if parameter in self.state):
+            state["exp_avg_sq"].div_(1 - beta2 ** state["step"].item())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the `state_dict()` of a `StepAdamW` with the same groups; ValueError for another."""
-        if not any("auto_switch" in group for group in state_dict["param_groups"]):
-            raise ValueError("this is not the state of a StepAdamW: it does not say whether the variance is frozen")
+        """Load the `state_dict()` of a `StepAdamW` with the same groups and rule; ValueError for another."""
+        rules = [group["auto_switch"]["rule"] for group in state_dict["param_groups"] if "auto_switch" in group]
+        if rules != [self.rule]:
+            raise ValueError(f"this is not the state of a StepAdamW with switch_rule={self.rule!r}: {rules=}")
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state["step"] = state["step"].cpu()  # a checkpoint read onto a GPU has brought it there
-        # Loading may change beta2. What another rule, or another window, has seen is forgotten.
-        seen, fresh = self._first["auto_switch"], self._nothing_seen(self._first)
-        if seen.get("rule") != self._switch_rule or seen["window"].shape != fresh["window"].shape:
-            seen.update(fresh)
 
 
-def _mean_distance(
-    gradients: list[Tensor], variances: list[Tensor], owners: list[Tensor], rule: str, device: torch.device
-) -> Tensor:
-    """Return the mean of |g^2 - v| over all entries of all processes, z_t / (1 - beta2): an fp32 scalar on `device`."""
+def _mean_distance(masked: list[GroupTensors], rule: str, device: torch.device) -> Tensor:
+    """z_t / (1 - beta2), from |g^2 - v| of all entries of all processes: an fp32 scalar on `device`."""
     sums = []
     # Not `torch._foreach_*`, which would hold the distances of all weights, and takes ten times as long on a CPU.
-    for gradient, variance in zip(gradients, variances):
+    for gradient, variance in (pair for batch in masked for pair in zip(batch.grads, batch.exp_avg_sqs)):
         distance = torch.addcmul(variance, gradient, gradient, value=-1).abs_()
-        if rule == "arithmetic":
-            count = torch.tensor(float(distance.numel()))
-        else:
+        count = torch.tensor(float(distance.numel()))
+        if rule == "geometric":
             dead = distance == 0
             distance.masked_fill_(dead, 1).log_()
             count = (~dead).sum().float()
         sums.append(torch.stack([distance.sum(dtype=torch.float32).to(device), count.to(device)]))
-    distance, count = total(sums, owners).sum(0)
-    if rule == "arithmetic":
-        return distance / count
-    return (distance / count.clamp(min=1)).exp()
-
-
-def _frozen_step(group: dict[str, Any], batch: GroupTensors, update_clip: float) -> None:
-    """Take a step of phase 2: AdamW's with the frozen variance in `exp_avg_sq`, clipped."""
-    lr, beta1 = float(group["lr"]), group["betas"][0]
-    torch._foreach_add_(batch.steps, 1)
-    torch._foreach_mul_(batch.params, 1 - lr * group["weight_decay"])
-    torch._foreach_lerp_(batch.exp_avgs, batch.grads, 1 - beta1)
-    denominators = torch._foreach_sqrt(batch.exp_avg_sqs)
-    torch._foreach_add_(denominators, group["eps"])
-    corrections = [1 - beta1 ** t.item() for t in batch.steps]
-    if update_clip:
-        torch._foreach_reciprocal_(denominators)  # in place from here on: the memory of one more moment
-        torch._foreach_mul_(denominators, batch.exp_avgs)
-        torch._foreach_div_(denominators, corrections)
-        torch._foreach_clamp_max_(denominators, update_clip)
-        torch._foreach_clamp_min_(denominators, -update_clip)
-        torch._foreach_add_(batch.params, denominators, alpha=-lr)
-    else:
-        step_sizes = [-lr / correction for correction in corrections]
-        torch._foreach_addcdiv_(batch.params, batch.exp_avgs, denominators, step_sizes)
+    distance, count = total(sums, [owner for batch in masked for owner in batch.owners]).sum(0)
+    return distance / count if rule == "arithmetic" else (distance / count.clamp(min=1)).exp()

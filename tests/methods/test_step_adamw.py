@@ -103,11 +103,12 @@ def test_resumed_equals_uninterrupted(phase_1_steps, dtype, rule):
     assert uninterrupted.switch_statistic == after.switch_statistic < math.inf
 
 
-def test_the_state_of_another_optimizer_is_refused():
+def test_the_state_of_another_optimizer_or_rule_is_refused():
     params = parameters()
-    groups = [{"params": [parameter]} for parameter in params]
-    with pytest.raises(ValueError, match="not the state of a StepAdamW"):
-        make(params).load_state_dict(torch.optim.AdamW(groups).state_dict())
+    adamw = torch.optim.AdamW([{"params": [parameter]} for parameter in params])
+    for other, rules in ((adamw, r"rules=\[\]"), (make(params, switch_rule="geometric"), r"rules=\['geometric'\]")):
+        with pytest.raises(ValueError, match=rules):
+            make(params).load_state_dict(other.state_dict())
 
 
 def test_closure():
