@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .facts import FACTS, RunFacts
 from .methods import DEFAULT_METHOD, METHODS, SparseMethod, method_class
-from .methods.settings import FORMER_DEFAULTS, SHARED, Check, MethodSettings, one_of, plain
+from .methods.settings import SHARED, Check, MethodSettings, one_of, plain
 from .module_names import ModuleNames
 from .progress import get_logger
 from .tables import shown
@@ -177,7 +177,6 @@ class Sparse24Config(_InConfigJson):
             raise ValueError(f"quant_method={shown(quant_method)}: a Sparse24Config has {cls.quant_method!r}")
         for name in FACTS:
             values.pop(name, None)
-        values = {name: x for name, x in values.items() if name not in FORMER_DEFAULTS or x != FORMER_DEFAULTS[name]}
         method = method_class(values.get("method", DEFAULT_METHOD))
         unknown = sorted(set(values) - {*SHARED, *_setting_names()})
         if unknown:

@@ -1,8 +1,7 @@
 """The packed form in modules and files: names of its tensors, what `config.json` says of them, what can be wrong.
 
 A packed weight is two tensors of its module in the place of the Parameter `weight`: `packed_weight_values` and
-`packed_weight_mask` (see `sparse24_kernels.Packed`). int8 values have a third, `packed_weight_scales`. Versions 1 and 2
-of the format have `packed_weight_indices` in place of the mask.
+`packed_weight_mask` (see `sparse24_kernels.Packed`). int8 values have a third, `packed_weight_scales`.
 """
 
 import re
@@ -28,31 +27,26 @@ class PackedFormat:
         files: sha256 of each file's header by the file's name; may be empty. A header has the name, dtype, shape and
             place of every tensor, and a number that all files of one export have in common.
         values: see `VALUES`.
-        version: of the format that the files have.
     """
 
     weights: Mapping[str, Pattern]
     files: dict[str, str]
     values: str = "float"
-    version: int = 3
 
-    LATEST: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 3
+    """The version of the format, in files too."""
 
     @classmethod
     def from_dict(cls, values: Any) -> "PackedFormat":
-        """Read what `to_dict` wrote, or an earlier version. ValueError: with the key, its value and what is allowed."""
+        """Read what `to_dict` wrote. ValueError: with the key, its value and what is allowed."""
         if not isinstance(values, dict):
             raise ValueError(f"packed={values!r}: must be a dict")
         version, weights, files = (values.get(key) for key in ("version", "weights", "files"))
-        if type(version) is not int or not 1 <= version <= cls.LATEST:
-            raise ValueError(f"packed.version={version!r}: this version of hf_sparse24 reads 1 to {cls.LATEST}")
-        stored = values.get("values") if version == 3 else VALUES[version - 1]
+        if type(version) is not int or version != cls.VERSION:
+            raise ValueError(f"packed.version={version!r}: this version of hf_sparse24 reads {cls.VERSION}")
+        stored = values.get("values")
         if stored not in VALUES:
             raise ValueError(f"packed.values={stored!r}: must be one of {list(VALUES)}")
-        if version < 3:
-            listed = weights if isinstance(weights, list) else []
-            names = {name: "2:4" for name in listed if isinstance(name, str)}
-            weights = names if len(names) == len(listed) else None  # one is there twice, or is no name
         if not isinstance(weights, dict) or not weights:
             raise ValueError("packed.weights must have the pattern of each packed weight by its name, and at least one")
         if not isinstance(files, dict) or not all(isinstance(text, str) for text in (*files, *files.values())):
@@ -61,32 +55,26 @@ class PackedFormat:
             patterns = {name: Pattern.parse(text) for name, text in weights.items()}
         except ValueError as error:
             raise ValueError(f"packed.weights: {error}") from error
-        return cls(patterns, files, stored, version)
+        return cls(patterns, files, stored)
 
     def to_dict(self) -> dict[str, Any]:
-        """As version 3, the one that is written."""
+        """The entry `packed` of `config.json`."""
         weights = {name: str(pattern) for name, pattern in self.weights.items()}
-        return {"version": self.LATEST, "values": self.values, "weights": weights, "files": self.files}
+        return {"version": self.VERSION, "values": self.values, "weights": weights, "files": self.files}
 
 
-def buffer_names(name: str, version: int = PackedFormat.LATEST) -> tuple[str, str, str]:
-    """What a packed weight's values, mask (before version 3: indices) and, of int8 values, scales are called, in its
-    module or, by its whole name, in a file."""
+def buffer_names(name: str) -> tuple[str, str, str]:
+    """Names of a packed weight's values, mask and, of int8 values, scales: in its module or, by its whole name, in a
+    file."""
     path, dot, name = name.rpartition(".")
     # Transformers renames or splits what begins like the weights of some architectures, so these begin differently.
-    parts = ("values", "mask" if version >= 3 else "indices", "scales")
-    values, mask, scales = (f"{path}{dot}packed_{name}_{part}" for part in parts)
+    values, mask, scales = (f"{path}{dot}packed_{name}_{part}" for part in ("values", "mask", "scales"))
     return values, mask, scales
-
-
-def parts_of(name: str) -> set[str]:
-    """What the parts of a packed weight are called in any version."""
-    return {*buffer_names(name), *buffer_names(name, version=2)}
 
 
 def packed_weight_name(buffer: str) -> str | None:
     """The weight that a tensor in a checkpoint is a packed part of, by its name; None of any other."""
-    match = re.fullmatch(r"(.*\.)?packed_(.+)_(values|mask|indices|scales)", buffer)
+    match = re.fullmatch(r"(.*\.)?packed_(.+)_(values|mask|scales)", buffer)
     return None if match is None else f"{match[1] or ''}{match[2]}"
 
 

@@ -231,13 +231,3 @@ def test_config_json_follows_the_run():
     assert copied.config.to_dict()["quantization_config"]["phase"] == "dense"
     with pytest.raises(ValueError, match=r"phase='done': must be one of \['sparse', 'dense'\]"):
         set_phase(model, "done")
-
-
-def test_settings_that_left_the_package_are_read_at_their_defaults():
-    """Configs of earlier versions have them; another value is an error that names the setting."""
-    former = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned", "whole_names": True}
-    saved = Sparse24Config(target_modules=["lm_head"]).to_dict()
-    assert not former.keys() & saved.keys()
-    assert SavedConfig.from_dict(saved | former) == SavedConfig(Sparse24Config(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match=r"\['threshold_gamma'\]"):
-        Sparse24Config.from_dict(saved | former | {"threshold_gamma": 0.5})

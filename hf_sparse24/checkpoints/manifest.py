@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from sparse24_kernels import Packed, Pattern, unpack_nm
-from sparse24_kernels.packing import mask_of_indices
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -201,16 +200,12 @@ def verify(listing: Listing, tensors: Tensors) -> Iterator[Finding]:
 
 def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
     values, mask, scales = buffer_names(name)
-    indices = buffer_names(name, version=2)[1]
-    is_old = mask not in tensors and indices in tensors
-    missing = [key for key in (values, indices if is_old else mask) if key not in tensors]
-    if missing or (mask in tensors and indices in tensors):  # a reader of one would not see what is wrong in the other
-        return Finding(name, 0, 0, f"{missing} not in the files" if missing else "has a mask and indices")
-    bits = tensors.read(indices if is_old else mask)
-    bits = mask_of_indices(bits) if is_old and bits.dtype == torch.uint8 else bits
-    packed = Packed(tensors.read(values), bits, tensors.read(scales) if scales in tensors else None, pattern.m)
-    packed = packed._replace(m=4) if is_old else packed
-    problem, elements = wrong_packed(packed), 8 * bits.numel()
+    missing = [key for key in (values, mask) if key not in tensors]
+    if missing:
+        return Finding(name, 0, 0, f"{missing} not in the files")
+    has_scales = scales in tensors
+    packed = Packed(tensors.read(values), tensors.read(mask), tensors.read(scales) if has_scales else None, pattern.m)
+    problem, elements = wrong_packed(packed), 8 * packed.mask.numel()
     zeros = elements - int((packed.values != 0).sum())
     if problem is None and pattern != packed.pattern and not is_nm_sparse(unpack_nm(packed), *pattern):
         problem = f"is not {pattern}"

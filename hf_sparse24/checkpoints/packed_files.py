@@ -18,7 +18,7 @@ from ..patching.targets import aliases_of
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
 from ..weights.packed_weight import wrong_packed
-from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
 from .safetensors_file import DTYPES, header_hash
 
@@ -39,14 +39,14 @@ def check_files(packed: PackedFormat, files: list[str]) -> None:
             dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
     has_int8 = packed.values == "int8"
     for weight in dict.fromkeys([*packed.weights, *filter(None, map(packed_weight_name, dtypes))]):
-        values, mask, scales = buffer_names(weight, packed.version)
+        values, mask, scales = buffer_names(weight)
         said = {name: dtypes.get(name, "missing") for name in (values, mask, scales)[: 3 if has_int8 else 2]}
         if weight not in packed.weights:
             raise ValueError(f"{values} is in the files, and config.json does not list it in packed.weights")
         floating = (said[scales] if has_int8 else said[values]).startswith(("F", "BF"))
         fits = said[mask] == DTYPES[torch.uint8] and floating and (scales in dtypes) == has_int8
         if not fits or (has_int8 and said[values] != DTYPES[torch.int8]):
-            told = f"it has {said}, and config.json says packed.version={packed.version} and {packed.values} values"
+            told = f"it has {said}, and config.json says {packed.values} values"
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {told}")
 
 
@@ -78,7 +78,7 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
         if reason := unpackable(pattern, inputs):
             raise ValueError(f"packed.weights has {name!r}: {reason}")
         empty = empty_packed((*stack, out, inputs), weight.dtype, packed.values, pattern)
-        pack_weight(module, attribute, input_dim, empty, run, version=packed.version)
+        pack_weight(module, attribute, input_dim, empty, run)
         # Or Transformers would initialise the weight: a copy that is unpacked for that, and lost.
         module._is_hf_initialized = True
     if not sparse_weights(model, PACKED):
@@ -99,15 +99,5 @@ def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
         wrong = f"{missing} were not in its files" if missing else None
         if not missing and not found.values.is_meta:
             wrong = wrong_packed(found)
-            _replace_indices(weight, found)
         if wrong:
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {name}: {wrong}")
-
-
-def _replace_indices(weight: SparseWeight, packed: Packed) -> None:
-    """Let a weight that was read from a file of version 1 or 2 have a mask, as version 3 has."""
-    mask, indices = (buffer_names(weight.name, version)[1] for version in (3, 2))
-    if weight.module._buffers.pop(indices, None) is not None:
-        packed.mask._is_hf_initialized = True  # type: ignore[attr-defined]  # for the check of the module's next weight
-        weight.module.register_buffer(mask, packed.mask)
-        weight.state.names = tuple(mask if name == indices else name for name in weight.state.names)

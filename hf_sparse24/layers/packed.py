@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..packed_format import PackedFormat, buffer_names
+from ..packed_format import buffer_names
 from ..run import SparseRun
 from ..weights.gemms import PRUNED
 from ..weights.rules import encode
@@ -89,14 +89,13 @@ def pack_weight(
     packed: Packed,
     run: SparseRun | None = None,
     trains: bool = True,
-    version: int = PackedFormat.LATEST,
 ) -> None:
     """Put `packed` in place of the Parameter `name`, or of its packed form. With a `run` it is a packed master: the
-    values are a Parameter, which `trains` or is frozen. Buffers have the names of a `version` of the format."""
+    values are a Parameter, which `trains` or is frozen."""
     storage = (PackedFrozen if run is None else PackedMaster)(module, name, input_dim)
     storage.pattern = packed.pattern
     module.__dict__.setdefault("sparse24", {})[name] = weight = SparseWeight(storage, run, packed.pattern)
-    values, mask, scales = buffer_names(name, version)
+    values, mask, scales = buffer_names(name)
     for key in (name, values):
         module._parameters.pop(key, None)
     for key, tensor in ((values, packed.values), (mask, packed.mask), (scales, packed.scales)):

@@ -26,9 +26,6 @@ SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modu
 RESERVED = (*SHARED, *FACTS, "settings", "quant_method", "hf_sparse24_version")
 """What a setting cannot be called, because a config has it already."""
 
-FORMER_DEFAULTS = {"scale_frozen": True, "threshold_gamma": 0.0, "grad_input_weight": "pruned", "whole_names": True}
-"""Keys that configs of earlier versions have, and that change nothing at these values."""
-
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
 
 LENGTH = "an int counts optimizer steps, a float below 1 is a fraction of training"  # for settings with `is_length`

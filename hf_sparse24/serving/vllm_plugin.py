@@ -10,7 +10,6 @@ import torch
 from sparse24_kernels import Packed, Pattern
 from sparse24_kernels.formats import scale_columns
 from sparse24_kernels.matmul import packed_layer
-from sparse24_kernels.packing import mask_of_indices
 from torch import Tensor, nn
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -73,7 +72,7 @@ class Sparse24PackedMethod(linear.LinearMethodBase):
 
     def __init__(self, packed: PackedFormat, pattern: Pattern):
         self.pattern, self.has_scales = pattern, packed.values == "int8"
-        self.names = buffer_names("weight", packed.version)  # in the files
+        self.names = buffer_names("weight")
 
     def create_weights(
         self,
@@ -100,12 +99,10 @@ class Sparse24PackedMethod(linear.LinearMethodBase):
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        for own, name in zip(buffer_names("weight"), self.names):
-            parameter = layer._parameters.pop(name)
+        for name in self.names:
+            parameter = layer._parameters[name]
             if parameter is not None:  # a plain one: vLLM's costs time at every access, and stops torch.compile
-                data = parameter.data if own == name else mask_of_indices(parameter.data)
-                parameter = nn.Parameter(data, requires_grad=False)
-            layer.register_parameter(own, parameter)
+                layer._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
         layer.packed_weight_m = self.pattern.m
         wrong = wrong_packed(_packed(layer))
         if wrong:

@@ -17,7 +17,7 @@ from ..config import Sparse24Config
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..methods.settings import SHARED
-from ..packed_format import buffer_names, parts_of
+from ..packed_format import buffer_names
 from ..patching.report import group_name, shown_count
 from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
@@ -99,13 +99,14 @@ def inspect(options: argparse.Namespace) -> int:
     groups: dict[str, list[int]] = {}
     for name in listing.weights:
         is_dense = name in tensors or listing.format == "dense"
-        names = [name] if is_dense else sorted(parts_of(name) & tensors.names.keys()) or [buffer_names(name)[0]]
+        own = buffer_names(name)
+        names = [name] if is_dense else [part for part in own if part in tensors] or [own[0]]
         parts = [tensors.size(part) for part in names]
-        mask = next((part for part in names if part.endswith(("mask", "indices"))), None)  # 8 weights in a byte
-        elements = parts[0][0] if is_dense or mask is None else 8 * tensors.size(mask)[0]
+        has_mask = not is_dense and own[1] in names
+        elements = 8 * tensors.size(own[1])[0] if has_mask else parts[0][0]  # 8 weights in a byte
         dense = max(nbytes / max(number, 1) for number, nbytes in parts)  # of int8 values, the size of the scales
         _add(groups, group_name(name), 1, elements, sum(nbytes for _, nbytes in parts), int(elements * dense))
-    sparse = {part for name in listing.weights for part in (name, *parts_of(name))}
+    sparse = {part for name in listing.weights for part in (name, *buffer_names(name))}
     for name in tensors.names.keys() - sparse:
         elements, nbytes = tensors.size(name)
         _add(groups, "everything else", 1, elements, nbytes, nbytes)

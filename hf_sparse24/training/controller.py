@@ -182,7 +182,8 @@ class Sparse24Controller:
         Returns:
             Plain numbers by name, `flips` by name of the weight. Masks and scales are in the model's `state_dict`.
         """
-        state = {
+        is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
+        return {
             "method": self.run.method.name,
             "step": self.step,
             "micro_step": self.micro_step,
@@ -190,9 +191,8 @@ class Sparse24Controller:
             "finished": self.run.facts.finished,
             "phase": self.run.phase,
             "flips": {name: int(count) for name, count in self._masks.flips.items()},
+            "uses_optimizer_state": not is_stateless,
         }
-        is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
-        return state | ({"uses_optimizer_state": False} if is_stateless else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict()` gave; load those of the model and of the optimizer first.
@@ -204,8 +204,6 @@ class Sparse24Controller:
             ValueError: not what `state_dict` gives, or of another method, model or longer run, or the method's own
                 optimizer has no state. Nothing is changed then.
         """
-        earlier: dict[str, Any] = {"uses_optimizer_state": True, "phase": DENSE_PHASE}  # what earlier commits left out
-        state = earlier | state
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
         self._masks.flips = {name: torch.tensor(count) for name, count in state["flips"].items()}

@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed, Pattern
-from sparse24_kernels.packing import mask_of_indices
 from torch import Tensor, nn
 
 from ..packed_format import buffer_names
@@ -153,10 +152,7 @@ class PackedFrozen(Storage):
     @property
     def packed(self) -> Packed:
         (_, mask, scales), buffers = self.names, self.module._buffers
-        bits = buffers.get(mask)
-        if bits is None:  # a file of version 1 or 2 is being loaded
-            bits = mask_of_indices(cast(Tensor, buffers[buffer_names(self.name, version=2)[1]]))
-        return Packed(self.master, bits, buffers.get(scales), self.pattern.m)
+        return Packed(self.master, cast(Tensor, buffers[mask]), buffers.get(scales), self.pattern.m)
 
     @property
     def master(self) -> Tensor:

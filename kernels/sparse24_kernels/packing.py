@@ -141,14 +141,3 @@ def wrong_mask(packed: Packed) -> str | None:
     n = packed.m * packed.values.shape[-1] // packed.columns
     counts = unpack_bits(packed.mask, packed.columns).unflatten(-1, (-1, packed.m)).sum(-1, dtype=torch.uint8)
     return None if bool((counts == n).all()) else f"groups of {packed.m} that do not keep {n}"
-
-
-def mask_of_indices(indices: Tensor) -> Tensor:
-    """The mask uint8 `[..., K/8]` of 2:4 indices in versions 1 and 2 of the packed format, two bits for each value.
-
-    The places of the two values of four are in ascending order; others give groups that do not keep two.
-    """
-    nibbles = torch.arange(16, dtype=torch.uint8)
-    first, second = nibbles & 3, nibbles >> 2
-    masks = torch.where(first < second, 1 << first | 1 << second, 0).to(indices.device, torch.uint8)
-    return masks[(indices & 15).int()] | masks[(indices >> 4).int()] << 4

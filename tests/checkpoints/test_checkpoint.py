@@ -199,7 +199,7 @@ def test_a_checkpoint_has_one_marker_and_neither_model_nor_export_has_it(tmp_pat
     unpatch_model(model).save_pretrained(tmp_path / "dense")
     assert load_file(tmp_path / "dense" / "model.safetensors").keys() == model.state_dict().keys()
 
-    del saved[marker]  # as earlier versions saved it
+    del saved[marker]
     save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
     edit_config(tmp_path, marked=False)
     assert sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path))

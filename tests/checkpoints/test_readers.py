@@ -1,7 +1,5 @@
 """Who reads an export while another replaces it, without hf_sparse24, one of an earlier version, or offloads it."""
 
-import json
-
 import pytest
 import torch
 from checkpoints import patched
@@ -10,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers import auto
 
 from hf_sparse24 import export_model, unpack_model
-from hf_sparse24.layers.packed import PackedLinear
 
 ONE, MANY = "5GB", "20KB"
 
@@ -64,21 +61,6 @@ def test_without_hf_sparse24_a_packed_export_names_it(size, models, tmp_path, mo
     monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "sparse24")
     with pytest.raises(ValueError, match=r"import hf_sparse24 .* before you load this model: its weights are packed"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("size", [ONE, MANY])
-def test_packed_exports_of_earlier_versions_load(size, models, tmp_path):
-    """Their files have the names of any model's, and the config does not name them."""
-    export_model(models[0], tmp_path, "packed", size)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["transformers_weights"]
-    text = json.dumps(config).replace("packed.safetensors", "model.safetensors")
-    (tmp_path / "config.json").write_text(text)
-    for path in tmp_path.glob("packed.safetensors*"):
-        path.rename(tmp_path / path.name.replace("packed", "model"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(loaded.model.layers[0].mlp.up_proj, PackedLinear)
-    assert torch.equal(logits(loaded), logits(models[0]))
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])

@@ -10,7 +10,6 @@ import pages
 import pytest
 import zoo
 from backends import unregister_backend
-from old_packed import write_old
 from paths import ROOT
 from safetensors import safe_open
 from sparse24_kernels.gemm.backend import backend_names
@@ -101,11 +100,8 @@ def test_links_of_the_repository(page):
         assert not page.startswith("docs/") or str(path).startswith("docs/"), f"{target}: not on the site"
 
 
-@pytest.mark.parametrize(
-    ("values", "pattern", "version"),
-    [("float", "2:4", 3), ("float", "16:32", 3), ("int8", "6:8", 3), ("float", "2:4", 1), ("int8", "2:4", 2)],
-)
-def test_the_reader_of_packed_checkpoints(values, pattern, version, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("values", "pattern"), [("float", "2:4"), ("float", "16:32"), ("int8", "6:8")])
+def test_the_reader_of_packed_checkpoints(values, pattern, tmp_path, monkeypatch):
     """What the page says is enough to write a reader."""
     code = pages.blocks(FORMAT, "python")[-1]  # after the export that it reads
     model = zoo.build("llama")
@@ -114,8 +110,6 @@ def test_the_reader_of_packed_checkpoints(values, pattern, version, tmp_path, mo
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     with safe_open(tmp_path / "packed.safetensors", "pt") as file:
         assert "hf_sparse24_export" in file.metadata()
-    if version < PackedFormat.LATEST:
-        write_old(tmp_path)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code, names)
@@ -126,7 +120,7 @@ def test_the_reader_of_packed_checkpoints(values, pattern, version, tmp_path, mo
     assert (names["dense"] == expected).all() and names["dense"].any()
     shown = json.loads("{" + pages.blocks(FORMAT, "json")[0] + "}")["quantization_config"]
     assert shown.keys() <= config.keys() and shown["packed"].keys() == config["packed"].keys()
-    assert shown["packed"]["version"] == config["packed"]["version"] == PackedFormat.LATEST
+    assert shown["packed"]["version"] == config["packed"]["version"] == PackedFormat.VERSION
 
 
 def test_method_table():

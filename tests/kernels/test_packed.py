@@ -10,7 +10,7 @@ from sparse24_kernels.gemm import GemmPlan, compress, linear_problem, mm_problem
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE
 from sparse24_kernels.gemm.packed import PACKED
-from sparse24_kernels.packing import gather_nm, mask_of_indices, wrong_mask
+from sparse24_kernels.packing import gather_nm, wrong_mask
 from torch.nn import functional as F
 
 CPU, BF16, INF = torch.device("cpu"), torch.bfloat16, float("inf")
@@ -101,19 +101,6 @@ def test_masks_are_counted_group_by_group():
     packed = kernels.pack_nm(torch.randn(3, 32))
     moved = kernels.unpack_bits(packed.mask, 32).roll(1, 1)
     assert wrong_mask(packed._replace(mask=kernels.pack_bits(moved))) == "groups of 4 that do not keep 2"
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, torch.float16])
-def test_indices_of_earlier_versions_become_masks(dtype):
-    """Bytes 0b1110_0100 and 0b1001_1101: elements 0 and 1 of the first four, 2 and 3, 1 and 3, 1 and 2."""
-    matrix = torch.arange(32).view(2, 16).to(dtype)
-    indices = torch.tensor([[0b1110_0100, 0b1001_1101], [0b1101_1000, 0b0100_1110]], dtype=torch.uint8)
-    mask = mask_of_indices(indices)
-    expected = [[0, 1, 6, 7, 9, 11, 13, 14], [16, 18, 21, 23, 26, 27, 28, 29]]
-    assert gather_nm(matrix, mask).tolist() == expected
-    assert gather_nm(matrix.t().contiguous().t(), mask).tolist() == expected
-    wrong = mask_of_indices(torch.tensor([[0b0101_0100]], dtype=torch.uint8))
-    assert wrong_mask(Packed(torch.ones(1, 4), wrong)) == "groups of 4 that do not keep 2"
 
 
 @pytest.mark.parametrize("rows", [1, 4096, 5000])
