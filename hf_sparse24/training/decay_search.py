@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
 from ..methods.masked_decay import MaskedDecayMethod
-from ..patching.report import FINISHED
 from ..progress import Progress, get_logger
-from ..run import set_phase, sparse_run
+from ..run import SparseRun, set_phase, sparse_run
 from ..tables import TableReport
 from ..weights.sparse_weight import sparse_weights
 from .callback import Sparse24Callback
@@ -37,9 +36,9 @@ MIN_STEPS = 4
 STEPS_WITHOUT_WARM_UP = 100
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class DecayTuning(TableReport):
-    """What the probes found. Print it.
+    """The flip rates that the probes measured, and the decay that follows. Print it.
 
     Attributes:
         dense_flip_rate: of the would-be masks of dense training, at the end of its probe.
@@ -52,51 +51,47 @@ class DecayTuning(TableReport):
     chosen: float | None
     _columns = ("masked_decay", "mu", "")
 
-    def __repr__(self) -> str:
-        return f"<DecayTuning: chosen={self.chosen} of {list(self.mu)}>"
-
     def _title(self) -> str:
         return f"masked decay, by flip rate over that of dense training ({self.dense_flip_rate:.2e} per step)"
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
-        low, high = FEASIBLE
         for candidate, mu in self.mu.items():
-            verdict = "chosen" if candidate == self.chosen else "feasible" if low <= mu <= high else ""
+            verdict = "chosen" if candidate == self.chosen else "feasible" if _is_feasible(mu) else ""
             yield f"{candidate:.1e}", f"{mu:5.3f}", verdict
+
+
+def _is_feasible(mu: float) -> bool:
+    return FEASIBLE[0] <= mu <= FEASIBLE[1]
 
 
 def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int | None) -> DecayTuning:
     """Probe dense training and, by bisection, candidates: each by the trainer's own `train()` on a copy of the model,
     with a fresh optimizer, the run's learning rates and first batches, for `steps`; sparse ones leave out the run's
     dense phases, where no decay acts. The trainer's model, optimizer, random states and data order stay as they are."""
-    bad = [value for value in candidates if not isinstance(value, int | float) or not 0 <= value < float("inf")]
-    if bad or not candidates:
+    if not candidates or not all(isinstance(x, int | float) and 0 <= x < float("inf") for x in candidates):
         raise ValueError(f"candidates={tuple(candidates)!r}: must be finite numbers >= 0, at least one")
-    run = sparse_run(model_of(trainer))
-    if run is None or not isinstance(run.method, MaskedDecayMethod):
-        method = None if run is None else run.config.method
-        raise ValueError(f"method {method!r} has no masked_decay that this search's rule is for; set a number, if any")
-    if run.facts.finished:
-        raise ValueError(f"no masked decay acts: {FINISHED}")
     if steps is not None and steps < MIN_STEPS:
         raise ValueError(f"steps={steps}: a probe needs at least {MIN_STEPS} optimizer steps")
+    run = sparse_run(model_of(trainer))
+    if run is None or run.facts.finished or not isinstance(run.method, MaskedDecayMethod):
+        method = None if run is None else run.config.method
+        raise ValueError(f"method {method!r} has no masked_decay that acts now; set a number, if any")
     if not has_trainable_masters(model_of(trainer)):
         raise ValueError("every sparse weight is frozen, as by adapters: no mask flips, and no masked decay acts")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
     grid, mu = sorted(set(candidates)), {}
-    probes = 1 + len(grid).bit_length()
     with Progress("masked decay", None, "probe step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
-        dense = probe(trainer, None, steps, progress, probes)
+        dense = probe(trainer, None, steps, progress)
         if dense == 0:
             way = "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
             raise ValueError(f"no mask flipped at the end of the dense probe: probe longer, by {way}")
         low, high = 0, len(grid)  # mu is above the middle below `low`, and not from `high` on
         while low < high:
             index = (low + high) // 2
-            mu[grid[index]] = probe(trainer, grid[index], steps, progress, probes) / dense
+            mu[grid[index]] = probe(trainer, grid[index], steps, progress) / dense
             low, high = (index + 1, high) if mu[grid[index]] > MIDDLE else (low, index)
-    feasible = [candidate for candidate in mu if FEASIBLE[0] <= mu[candidate] <= FEASIBLE[1]]
+    feasible = [candidate for candidate in mu if _is_feasible(mu[candidate])]
     chosen = min(feasible, key=lambda value: abs(mu[value] - MIDDLE), default=None)
     return DecayTuning(dense, dict(sorted(mu.items())), chosen)
 
@@ -113,13 +108,12 @@ def model_of(trainer: Trainer) -> nn.Module:
     return trainer.model
 
 
-def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Progress, probes: int) -> float:
+def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Progress) -> float:
     """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
     with _untouched_randomness():
         model = copy.deepcopy(model_of(trainer))
-        run: Any = sparse_run(model)
-        name = "dense probe" if decay is None else f"probe of {decay:.1e}"
-        watch = _Watch(model_of(trainer), steps, progress, name, probes)
+        run = cast(SparseRun, sparse_run(model))
+        watch = _Watch(model_of(trainer), steps, progress, "dense" if decay is None else f"{decay:.1e}")
         run.change_settings(masked_decay=decay or 0.0)
         if decay is None:
             set_phase(model, "dense")
@@ -131,7 +125,9 @@ def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Pr
             copied.neftune_noise_alpha = None  # the copied model has its noise already
         copied.model = copied.model_wrapped = model
         copied.optimizer = copied.lr_scheduler = None
-        copied.args = _quiet(trainer.args)
+        copied.args = args = copy.copy(trainer.args)
+        args.save_strategy = args.eval_strategy = args.logging_strategy = "no"
+        args.load_best_model_at_end, args.push_to_hub, args.report_to = False, False, []
         copied.callback_handler = CallbackHandler([DefaultFlowCallback(), watch], model, None, None, None)
         if decay is not None:
             Sparse24Callback.add_to(copied, check_reference=False)
@@ -145,28 +141,23 @@ def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Pr
 class _Watch(TrainerCallback):
     """Counts the flips of the masks that the weights ask for, whatever masks the model holds, and ends the probe."""
 
-    def __init__(self, patched: nn.Module, steps: int | None, progress: Progress, name: str, probes: int):
-        self.weights, self.asked, self.steps = sparse_weights(patched), steps, 0
+    def __init__(self, patched: nn.Module, steps: int | None, progress: Progress, note: str):
+        self.weights, self.steps, self.progress, self.note = sparse_weights(patched), steps or 0, progress, note
         self.size = sum(weight.parameter.numel() for weight in self.weights.values())
-        self.done = 0
-        self.flips: list[float] = []
+        self.done, self.flips = 0, list[float]()
         self.last: list[Tensor] | None = None
-        self.progress, self.name, self.probes = progress, name, probes
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if state.max_steps < MIN_STEPS:
             need = f"probes of a masked decay take at least {MIN_STEPS}"
             raise ValueError(f"max_steps={state.max_steps}: {need}; set masked_decay to a number")
         warm_up = args.get_warmup_steps(state.max_steps)
-        if warm_up < MIN_STEPS:
-            warm_up = min(STEPS_WITHOUT_WARM_UP, state.max_steps)
-        self.steps = warm_up if self.asked is None else self.asked
-        self.progress.total = self.probes * self.steps
-        self.progress.update(0, self.name)
+        without = min(STEPS_WITHOUT_WARM_UP, state.max_steps)
+        self.steps = self.steps or (warm_up if warm_up >= MIN_STEPS else without)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.done = state.global_step
-        self.progress.update(note=self.name)
+        self.progress.update(note=self.note)
         if self.done >= self.steps - self.steps // 4:
             masks = fresh_masks(self.weights, kwargs["model"])
             if self.last is not None:
@@ -174,15 +165,6 @@ class _Watch(TrainerCallback):
             self.last = masks
         if self.done >= self.steps:
             control.should_training_stop = True
-
-
-def _quiet(args: TrainingArguments) -> TrainingArguments:
-    """The same training without anything that is written or shown."""
-    args = copy.copy(args)
-    args.save_strategy = args.eval_strategy = args.logging_strategy = "no"
-    args.load_best_model_at_end = args.push_to_hub = False
-    args.report_to = []
-    return args
 
 
 @contextmanager
