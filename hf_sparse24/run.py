@@ -151,14 +151,14 @@ def set_phase(model: nn.Module, phase: str) -> None:
         phase: `"sparse"`, `"dense"`, or another phase of the method.
 
     Raises:
-        ValueError: no phase of the method, or not of packed masters.
+        ValueError: no phase of the method, or a dense one of weights whose zeros are not stored.
     """
     run = sparse_run(model)
     if run is None or run.phase == phase:
         return
     check_phase(phase, run.method.phases)
     if run.facts.packed is not None and phase != "sparse":
-        raise ValueError(f"phase={phase!r}: packed masters (master='packed') have the phase 'sparse' alone")
+        raise ValueError(f"phase={phase!r}: the model has no dense masters (config.master), so only 'sparse'")
     starts_again = run.facts.finished and run.is_dense
     run.record(phase=phase, finished=False)
     for weight in sparse_weights(model).values():

@@ -32,7 +32,7 @@ from ..progress import Progress, get_logger
 from ..weights.rules import AVERAGED
 from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import first_of_each, sparse_weights, wrong_states
-from ..weights.storage import PACKED, TRAINED, PackedMaster
+from ..weights.storage import PACKED, TRAINED
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
 from .manifest import MANIFEST, SparseGroups, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
@@ -244,7 +244,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")
-    if sparse_weights(model, PACKED) and not sparse_weights(model, PackedMaster):
+    if sparse_weights(model, PACKED) and not sparse_weights(model, TRAINED):
         way = f"patch_model(model, Sparse24Config(method={ONESHOT_METHOD!r})), which keeps its zeros"
         raise ValueError(f"the model is packed: call unpack_model(model), then {way}")
     if not sparse_weights(model, TRAINED):

@@ -102,12 +102,12 @@ def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensor
 
 def _saved_tensors(model: PreTrainedModel, weights: Weights) -> dict[str, Tensor]:
     """What a dense model of this architecture saves, by name: no state of the method, shared tensors once. In place of
-    packed masters stand dense tensors on the meta device."""
+    packed weights stand dense tensors on the meta device."""
     state_dict = {}
     for name, tensor in model.state_dict().items():
         master = packed_weight_name(name)
         weight = weights.get(master) if master else None
-        if weight is None or not weight.storage.is_packed:
+        if weight is None:
             state_dict[name] = tensor
         elif name == buffer_names(cast(str, master))[0]:
             dense = tensor.new_empty(weight.sizes, device="meta")

@@ -60,8 +60,8 @@ def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, values: str, patter
 
 
 def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | None = None) -> None:
-    """Replace the weights that a checkpoint lists by packed ones without values, or with `run` by packed masters, in a
-    model on the meta device. ValueError: a name that is no linear layer's weight, or one whose sizes cannot be packed.
+    """Replace the weights that a checkpoint lists by packed ones without values, in a model on the meta device.
+    With `run` the values train. ValueError: a name of no linear layer's weight, or one whose sizes cannot be packed.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, pattern in packed.weights.items():

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -29,7 +28,7 @@ from ..tables import markdown_table, shown_patterns
 from ..version import __version__
 from ..weights.sharding import rank
 from ..weights.sparse_weight import first_of_each, sparse_weights
-from ..weights.storage import TRAINED, PackedMaster
+from ..weights.storage import TRAINED
 from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
 
 logger = get_logger(__name__)
@@ -196,10 +195,10 @@ def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, for
     )
     if format == "training":  # the master weights are dense
         return sparse
-    masters = sparse_weights(model, PackedMaster).values()
-    dropped = sum(math.prod(weight.sizes) - weight.master.numel() for weight in masters)
+    weights = first_of_each(sparse_weights(model, TRAINED)).values()
+    dropped = sum(weight.storage.numel - weight.master.numel() for weight in weights)
     total = sum(parameter.numel() for parameter in model.parameters()) + dropped
-    zero = sum(int((weight.merged() == 0).sum()) for weight in first_of_each(sparse_weights(model, TRAINED)).values())
+    zero = sum(int((weight.merged() == 0).sum()) for weight in weights)
     return f"{sparse} {zero / total:.1%} of all {_number(total)} parameters are zero."
 
 
@@ -210,7 +209,7 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
     source = json.dumps(model_id, ensure_ascii=False)  # as a Python string too: with quotes, backslashes, newlines
     load = [f"from transformers import {name}", "", f"model = {name}.from_pretrained({source}{options})"]
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
-    if format == "packed" or (format == "training" and run.facts.packed is not None):  # or of packed masters
+    if format == "packed" or (format == "training" and run.facts.packed is not None):
         stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
         text = [
             f"The sparse weights are packed: their {stored} and a mask of one bit a weight. **Reading them takes "

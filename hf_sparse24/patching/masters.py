@@ -27,14 +27,22 @@ def wants_packed_master(config: Sparse24Config) -> bool:
     return getattr(config, "master", "dense") == "packed"
 
 
+def check_dense_master(config: Sparse24Config, what: str) -> None:
+    """Raise ValueError, which goes on with `what`, where a config asks for packed masters."""
+    if wants_packed_master(config):
+        raise ValueError(f"master='packed': {what}")
+
+
 def packed_config(saved: SavedConfig, packed: PackedFormat | None) -> SavedConfig:
-    """What `config.json` says of the packed model that a model becomes, or of its dense export. No master trains."""
+    """The saved config of a packed model, or of a dense export: no master trains."""
     config = saved.config.replace(master="dense") if wants_packed_master(saved.config) else saved.config
     return SavedConfig(config, replace(saved.facts, packed=packed, finished=False))
 
 
 def check_masters(model: nn.Module, run: SparseRun) -> None:
-    """Raise ValueError where a patched model cannot have packed masters; its text says what can."""
+    """Raise ValueError where a config asks for packed masters and the patched model cannot have them."""
+    if not wants_packed_master(run.config):
+        return
     weights = sparse_weights(model)
     if run.config.backend != "auto":
         raise ValueError(f"backend={run.config.backend!r}: master='packed' has dense math only; leave it 'auto'")
@@ -56,8 +64,10 @@ def check_masters(model: nn.Module, run: SparseRun) -> None:
 
 @torch.no_grad()
 def pack_masters(model: nn.Module, run: SparseRun) -> None:
-    """Let every sparse weight be its packed values alone: one after the other, so that only one is there twice."""
-    for weight in sparse_weights(model).values():
+    """Let every sparse weight be its packed values alone, where the config asks for that."""
+    if not wants_packed_master(run.config):
+        return
+    for weight in sparse_weights(model).values():  # one after the other, so that only one is there twice
         out_in = weight.storage.out_in
         matrix, mask = out_in(weight.parameter.detach()), out_in(weight.mask())
         packed = pack_nm(apply_mask(matrix, mask), *weight.pattern, mask=mask)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..packed_format import PackedFormat
 from ..run import SparseRun
 from ..weights.sparse_weight import sparse_weights
-from ..weights.storage import TRAINED, PackedMaster, layer_name, name_without_adapters
+from ..weights.storage import PACKED, TRAINED, layer_name, name_without_adapters
 
 MODEL_METHODS: dict[str, Callable] = {}
 """Functions of a model that a patched one has in place of its class's methods; `hub/push.py` adds them."""
@@ -164,8 +164,7 @@ def packed_patterns(owner: Any, kind: Any) -> dict[str, Pattern]:
 
 
 def list_masters(owner: Any, run: SparseRun) -> None:
-    """Let the config of a model with packed masters list them, as the files of `save_pretrained` need it."""
-    patterns = packed_patterns(owner, PackedMaster)
-    if patterns:
-        run.record(packed=PackedFormat(patterns, {}))
+    """Let the config of a model whose packed values train list them, as the files of `save_pretrained` need it."""
+    if any(weight.run is not None for weight in sparse_weights(owner, PACKED).values()):
+        run.record(packed=PackedFormat(packed_patterns(owner, PACKED), {}))
         owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

@@ -16,7 +16,7 @@ from ..progress import get_logger
 from ..run import SparseRun, sparse_run
 from ..weights.packed_weight import not_packable, packed_form
 from ..weights.sparse_weight import SparseWeight, sparse_weights
-from ..weights.storage import PACKED, TRAINED, PackedMaster, layer_name
+from ..weights.storage import PACKED, TRAINED, layer_name
 from .masters import packed_config
 from .ownership import check_not_offloaded, forget_quantizer, outermost, packed_patterns
 from .refusals import reject_non_finite
@@ -70,7 +70,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
         chosen = [(weight, forms[id(weight.master)]) for weight in group]
         results = [weight.merged() if form is None else None for weight, form in chosen]
         for (weight, _), result in zip(chosen, results):
-            if not weight.storage.is_packed:
+            if weight.storage.has_zeros:
                 make_dense(weight, result)
         for weight, form in chosen:
             if form is not None:
@@ -95,9 +95,9 @@ def unpack_model(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not packed, has an adapter that is merged, or is offloaded by its `device_map`.
     """
-    if sparse_weights(model, PackedMaster):
-        return unpatch_model(model)
     weights = sparse_weights(model, PACKED)
+    if any(weight.run is not None for weight in weights.values()):
+        return unpatch_model(model)
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
     check_unmerged(model)

@@ -10,7 +10,7 @@ from ..config import SavedConfig
 from ..metrics import all_finite
 from ..weights.sharding import local, total
 from ..weights.sparse_weight import sparse_weights
-from ..weights.storage import PackedMaster
+from ..weights.storage import PACKED
 from .ownership import is_dequantized
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
@@ -34,9 +34,9 @@ def check_trainable(model: nn.Module) -> None:
     if is_deepspeed_zero3_enabled():
         way = "set zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
         raise ValueError(f"DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces: {way}")
-    if sparse_weights(model, PackedMaster):
+    if any(weight.run is not None for weight in sparse_weights(model, PACKED).values()):
         way = "leave out patch_model, and sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
-        raise ValueError(f"the model has packed masters already (master='packed'), and trains as it is: {way}")
+        raise ValueError(f"the model trains its kept values alone already (config.master): {way}")
 
 
 def reject_wrapped(model: nn.Module) -> None:

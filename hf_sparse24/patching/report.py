@@ -70,8 +70,8 @@ class PatchReport(TableReport):
 
     def _title(self) -> str:
         layers = len(self.patched) + sum(reason != CONVOLUTION for reason in self.skipped.values())
-        is_packed = getattr(self.config, "master", "dense") == "packed"
-        method = self.config.method + ", master: packed" * is_packed
+        master = getattr(self.config, "master", "dense")
+        method = self.config.method + f", master: {master}" * (master != "dense")
         return (
             f"{shown_patterns(self.patterns)} sparse by {method}: {len(self.patched)} of {layers} linear layers, "
             f"{shown_count(self.patched_parameters)} of {shown_count(self.total_parameters)} parameters; "

@@ -18,7 +18,7 @@ from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from ..weights.storage import TRAINED, layer_name, name_without_adapters
-from .masters import check_masters, pack_masters, wants_packed_master
+from .masters import check_masters, pack_masters
 from .ownership import adopt, check_not_offloaded, name_layers, write_config
 from .refusals import check_module, check_trainable, reject_non_finite, reject_quantized, reject_wrapped
 from .report import PatchReport, make_report
@@ -74,8 +74,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         for owner in run.owners:  # without the adapters, target_modules would reach these layers too
             name_layers(owner, run)
     report = make_report(model, run, candidates, is_pretrained)
-    if wants_packed_master(run.config):
-        pack_masters(model, run)
+    pack_masters(model, run)
     return report
 
 
@@ -132,8 +131,7 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
             SparseWeight.attach(target.module, target.parameter, target.input_dim, run, target.pattern, name)
             choose_class(target.module, Sparse24Linear, Sparse24Conv1D, SparseExperts)
         _reject_doubled_parameters(sparse_weights(model))
-        if wants_packed_master(run.config):
-            check_masters(model, run)
+        check_masters(model, run)
         write_config(model, run)
         attach_adapters(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
@@ -181,7 +179,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         raise ValueError("the model is not patched; there is nothing to undo")
 
     def write(group: list[SparseWeight]) -> None:
-        if group[0].storage.is_packed:
+        if not group[0].storage.has_zeros:
             unpack_weight(group[0])  # none is shared
             return
         # All first, then written: layers that share one weight must not prune what another has pruned already.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import Sparse24Config
 from ..methods import ONESHOT_METHOD, method_class
 from ..packed_format import check_values
-from ..patching.masters import wants_packed_master
+from ..patching.masters import check_dense_master
 from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
@@ -78,9 +78,8 @@ def check_config(config: Sparse24Config) -> None:
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
     if not method_class(config.method).overrides("adopt_mask"):
         raise ValueError(f"method={config.method!r}: does not keep oneshot's masks; {ONESHOT_METHOD!r} does")
-    if wants_packed_master(config):
-        way = "afterwards call patch_model(unpatch_model(model), config) with it, which keeps the zeros"
-        raise ValueError(f"master='packed': oneshot prunes dense weights; leave it out, and {way}")
+    way = "afterwards call patch_model(unpatch_model(model), config) with it, which keeps the zeros"
+    check_dense_master(config, f"oneshot prunes dense weights; leave it out, and {way}")
     if getattr(config, "dense_start", 0):
         raise ValueError(f"dense_start={config.dense_start!r}: other masks would be chosen after it; leave it at 0")
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..config import Sparse24Config
 from ..methods.settings import SHARED
-from ..patching.masters import wants_packed_master
+from ..patching.masters import check_dense_master
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
 from ..tables import shown_patterns
@@ -113,9 +113,8 @@ def _patched(options: argparse.Namespace) -> PreTrainedModel:
     if own.get("quant_method", "sparse24") != "sparse24":
         raise ValueError(f"{options.model} is quantized with {own['quant_method']}: training needs plain weights")
     sparse = Sparse24Config.from_dict(own)
-    if wants_packed_master(sparse):
-        what = f"{options.model} has packed masters (master='packed'), whose memory and GEMMs are not planned"
-        raise ValueError(f"{what}: give the dense model, with --method {sparse.method}")
+    what = f"{options.model} is not planned for; give the dense model, with --method {sparse.method}"
+    check_dense_master(sparse, what)
     if options.method and options.method != sparse.method:
         sparse = Sparse24Config(**{name: getattr(sparse, name) for name in SHARED} | {"method": options.method})
     if options.target_modules:

@@ -58,7 +58,7 @@ class Sparse24Controller:
         model: the model, out of what was put around it.
         run: the model's run.
         optimizer: the optimizer that is followed, never a wrapper.
-        weights: the sparse weights by name; none where they are packed masters.
+        weights: the sparse weights by name; none without dense masters, where the kept values train as any Parameter.
         step, micro_step: optimizer steps done, and micro-batches since.
 
     Examples:
@@ -94,7 +94,7 @@ class Sparse24Controller:
         self.weights, self.optimizer = sparse_weights(self.model), followed(optimizer, self.run.method)
         self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
         self.step, self.micro_step = step, 0
-        # Packed masters train as ordinary Parameters: nothing is done to them, and their masks never flip.
+        # Without a dense master a weight trains as any Parameter: nothing is done to it, and its mask never flips.
         masters = sparse_weights(self.model, TRAINED)
         check_optimizer(masters, self.optimizer)
         warn_of_lost_updates(masters, self.optimizer)
@@ -157,8 +157,8 @@ class Sparse24Controller:
         Returns:
             Numbers by name. `sparse_phase` is 1.0 while sparse, else 0.0; `kept_magnitude` the share of the sparse
             weights' L1 norm that the masks keep; `flip_rate` the share of sparse weights that entered or left the mask
-            in the last measured step or refresh. The method may add others; packed masters have `sparse_phase` alone.
-            With sharded weights, all processes must call this.
+            in the last measured step or refresh. The method may add others; without dense masters there is
+            `sparse_phase` alone. With sharded weights, all processes must call this.
         """
         values = {"sparse_phase": float(not self._context().is_dense)}
         if self.weights:

@@ -20,9 +20,9 @@ from ..methods.masked_decay import AUTO
 from ..patching.report import PRETRAINED, PatchReport
 from ..patching.surgery import patch_model
 from ..progress import get_logger
-from ..run import sparse_run
+from ..run import patched_config, sparse_run
 from ..weights.sparse_weight import sparse_weights
-from ..weights.storage import PACKED, PackedMaster
+from ..weights.storage import PACKED
 from .callback import Sparse24Callback
 from .checks import check_engine
 from .decay_search import CANDIDATES, DecayTuning, has_trainable_masters, model_of, tune_masked_decay
@@ -246,13 +246,11 @@ class Sparse24Trainer(Trainer):
             save_config(model_of(self), str(self.args.output_dir if output_dir is None else output_dir))
 
     def _patch(self, model: nn.Module) -> None:
-        run = sparse_run(model)
-        if run is not None and sparse_weights(model, PackedMaster) and run.config == self.sparse24_config:
-            return
-        if self.sparse24_config is not None or not sparse_weights(model, PACKED):  # around a packed one adapters train
-            self.patch_report = patch_model(model, self.sparse24_config)
-            if self.patch_report.is_pretrained:
-                logger.warning(f"{type(model).__name__}: {PRETRAINED}")
+        if sparse_weights(model, PACKED) and self.sparse24_config in (None, patched_config(model)):
+            return  # its values train, or adapters around them
+        self.patch_report = patch_model(model, self.sparse24_config)
+        if self.patch_report.is_pretrained:
+            logger.warning(f"{type(model).__name__}: {PRETRAINED}")
 
 
 def _check_own_loss(trainer: Trainer) -> None:

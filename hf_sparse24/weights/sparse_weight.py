@@ -40,7 +40,7 @@ class SparseWeight:
     """One 2:4 weight of a model; `sparse_weights(model)` finds them.
 
     Attributes:
-        storage: how the module keeps it: as a dense master, as a packed master, or packed and frozen.
+        storage: how the module keeps it; see `weights/storage.py`.
         module, name, input_dim: see `Storage`.
         run: the `run.SparseRun` that all weights of a model share: the method, the phase, the open step. None where
             the weight is frozen.
@@ -171,7 +171,7 @@ class SparseWeight:
     def merged(self) -> Tensor:
         """The one weight that computes what the layer computes, for export and `unpatch_model`: the pruned weight with
         what the method adds to the output; in the dense phase the master."""
-        if self.storage.is_packed or self.run.is_dense:
+        if not self.storage.has_zeros or self.run.is_dense:
             return self.storage.whole()
         parameters = {name: sharding.whole(tensor) for name, tensor in self.parameters.items()}
         out_in = self.storage.out_in
@@ -267,7 +267,7 @@ def sparse_weights(
     Args:
         model: any model, patched or not.
         storage: which of them, by a class of `hf_sparse24.weights.storage`: those with a dense master weight,
-            `TRAINED` with packed masters too, `PACKED` without a dense master, or all, `Storage`.
+            `TRAINED` all that a method trains, `PACKED` those without a dense master, or all, `Storage`.
         every_name: whether a module that the model has under several names is found under each, as in its
             `state_dict`, or under the first one.
 

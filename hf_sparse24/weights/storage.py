@@ -40,7 +40,7 @@ class WeightView(NamedTuple):
     @property
     def name(self) -> str:
         """The layer's name in the model that was patched, to seed random numbers by: `model.layers.0.mlp.up_proj`, of
-        a stack `...experts.up_proj[3]`, of a shared weight the first layer's. Packed masters have none."""
+        a stack `...experts.up_proj[3]`, of a shared weight the first layer's. Without zeros it has none."""
         return self.layer if self.number is None else f"{self.layer}[{self.number}]"
 
 
@@ -55,7 +55,8 @@ class Storage:
         is_split: whether tensor parallelism lets this process compute with its part of the weight alone.
     """
 
-    is_packed: ClassVar[bool] = True
+    has_zeros: ClassVar[bool] = False
+    """Whether what is pruned is stored too, so that a method can prune to something else."""
 
     def __init__(self, module: nn.Module, name: str, input_dim: int, layer: str = ""):
         self.module, self.name, self.input_dim, self.layer = module, name, input_dim, layer
@@ -80,6 +81,11 @@ class Storage:
     def is_stack(self) -> bool:
         return self.master.dim() > 2
 
+    @property
+    def numel(self) -> int:
+        """Entries of the dense weight, however many of them are stored."""
+        return math.prod(self.sizes) * (len(self.master) if self.is_stack else 1)
+
     def attribute(self, key: str) -> str:
         """What the module calls a tensor that is kept for this weight."""
         # Transformers splits what is called `...experts.gate_up_proj` for a file, and older versions whatever begins
@@ -98,7 +104,7 @@ class Storage:
         return [WeightView(x, dim, {k: s[i] for k, s in state.items()}, self.layer, i) for i, x in enumerate(values)]
 
     def stacked(self, tensors: list[Tensor]) -> Tensor:
-        """What belongs to each matrix as what belongs to the weight."""
+        """Tensors of the matrices as one tensor of the weight."""
         return torch.stack(tensors) if self.is_stack else tensors[0]
 
     def cuts_groups(self, m: int) -> bool:
@@ -109,7 +115,7 @@ class Storage:
 class DenseMaster(Storage):
     """The dense weight is a Parameter, from which a method makes the 2:4 weight of the GEMMs."""
 
-    is_packed = False
+    has_zeros = True
 
     @property
     def parameter(self) -> Tensor:
