@@ -24,14 +24,13 @@ class PackedFormat:
 
     Attributes:
         weights: the pattern of each packed weight, by its name in the dense model's `state_dict`.
-        files: sha256 of each file's header by the file's name; may be empty. A header has the name, dtype, shape and
-            place of every tensor, and a number that all files of one export have in common.
         values: see `VALUES`.
+        export: what the header of every file of the same export says too; None of a model that was saved otherwise.
     """
 
     weights: Mapping[str, Pattern]
-    files: dict[str, str]
     values: str = "float"
+    export: str | None = None
 
     VERSION: ClassVar[int] = 3
     """The version of the format, in files too."""
@@ -41,7 +40,7 @@ class PackedFormat:
         """Read what `to_dict` wrote. ValueError: with the key, its value and what is allowed."""
         if not isinstance(values, dict):
             raise ValueError(f"packed={values!r}: must be a dict")
-        version, weights, files = (values.get(key) for key in ("version", "weights", "files"))
+        version, weights, export = (values.get(key) for key in ("version", "weights", "export"))
         if type(version) is not int or version != cls.VERSION:
             raise ValueError(f"packed.version={version!r}: this version of hf_sparse24 reads {cls.VERSION}")
         stored = values.get("values")
@@ -49,18 +48,19 @@ class PackedFormat:
             raise ValueError(f"packed.values={stored!r}: must be one of {list(VALUES)}")
         if not isinstance(weights, dict) or not weights:
             raise ValueError("packed.weights must have the pattern of each packed weight by its name, and at least one")
-        if not isinstance(files, dict) or not all(isinstance(text, str) for text in (*files, *files.values())):
-            raise ValueError("packed.files must be a dict from the names of files to the sha256 of their headers")
+        if not isinstance(export, str | None):
+            raise ValueError(f"packed.export={export!r}: must be what the headers of the files say")
         try:
             patterns = {name: Pattern.parse(text) for name, text in weights.items()}
         except ValueError as error:
             raise ValueError(f"packed.weights: {error}") from error
-        return cls(patterns, files, stored)
+        return cls(patterns, stored, export)
 
     def to_dict(self) -> dict[str, Any]:
         """The entry `packed` of `config.json`."""
         weights = {name: str(pattern) for name, pattern in self.weights.items()}
-        return {"version": self.VERSION, "values": self.values, "weights": weights, "files": self.files}
+        named = {} if self.export is None else {"export": self.export}
+        return {"version": self.VERSION, "values": self.values, "weights": weights} | named
 
 
 def buffer_names(name: str) -> tuple[str, str, str]:

@@ -34,13 +34,14 @@ from ..weights.sharding import is_sharded, local, rank
 from ..weights.sparse_weight import first_of_each, sparse_weights, wrong_states
 from ..weights.storage import PACKED, TRAINED
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
-from .manifest import MANIFEST, SparseGroups, sparse_dim, write_manifest
+from .manifest import FORMATS, MANIFEST, SparseGroups, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
-from .safetensors_file import header_hash, open_safetensors, write_safetensors
+from .safetensors_file import MARK, read_headers, write_safetensors
 
 logger = get_logger(__name__)
 
-FORMATS = ("dense", "packed")
+Files = dict[str, list[LazyTensors]]
+"""The tensors by the name of their file, in the order of writing."""
 
 WEIGHT_FILES = re.compile(
     rf"(model|packed)((-[0-9a-f]{{8}})?-\d+-of-\d+\.safetensors|\.safetensors(\.index\.json)?)|{re.escape(MANIFEST)}"
@@ -49,8 +50,6 @@ WEIGHT_FILES = re.compile(
 
 NO_FILE = "import hf_sparse24 (0.3 or later) before you load this model: its weights are packed"
 """Stored as the weights' file name, so that loading without hf_sparse24 fails with this text."""
-
-MARK = "hf_sparse24_export"  # the header key that marks a file of an export; its value differs between two exports
 
 # Files of an adapter, of a training run, and weights that an export would hide.
 _OTHERS = ["adapter_config.json", "trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt"]
@@ -120,7 +119,7 @@ def _export(model: Any, directory: Path, format: str, max_shard_size: int | str,
     converted = model.__dict__.pop("_weight_conversions", None)
     try:
         tensors = packed_tensors(model, weights, values) if format == "packed" else dense_tensors(model, weights)
-        files = in_files(tensors, format, max_shard_size)
+        files = _in_files(tensors, format, max_shard_size)
         refuse_other_models(directory)
         if _is_sharded(model) and rank() != 0:
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
@@ -143,8 +142,8 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(is_sharded(tensor) for tensor in model.parameters())
 
 
-def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> dict[str, list[LazyTensors]]:
-    """The tensors by the name of their file, in the order of writing."""
+def _in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> Files:
+    """Return the tensors in files of at most `max_shard_size`."""
     shards = split_state_dict_into_shards_factory(
         {str(i): lazy for i, lazy in enumerate(tensors)},
         get_storage_size=lambda lazy: sum(tensor.nbytes for tensor in lazy.like.values()),
@@ -154,47 +153,39 @@ def in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str)
     return {file: [tensors[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
 
 
-def _write(
-    model: PreTrainedModel, new: Path, files: dict[str, list[LazyTensors]], format: str, values: str
-) -> SparseGroups:
-    """Write a whole checkpoint into the empty folder `new`; return what `write_weights` says of its sparse tensors."""
+def _write(model: PreTrainedModel, new: Path, files: Files, format: str, values: str) -> bool:
+    """Write a whole checkpoint into the empty folder `new`; return whether any weight in it is sparse."""
     saved: SavedConfig = model.config.quantization_config
     saved = saved if saved.facts.packed is None else packed_config(saved, None)
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
+    packed = dict(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
     fields: dict[str, Any] = model.config.__dict__
     hidden: dict[str, Any] = {
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
     }
     try:
-        type(model).save_pretrained(model, new, state_dict={})  # all but the weights
-        for path in new.glob("*.safetensors"):
-            path.unlink()
-        index = PACKED_INDEX if format == "packed" else SAFE_WEIGHTS_INDEX_NAME
-        sparse, hashes = write_weights(new, files, index, fingerprint)
-        if format == "packed":
-            headers = {file: header_hash(new / file) for file in hashes}
-            names = [lazy.packed for group in files.values() for lazy in group if lazy.packed is not None]
-            packed = PackedFormat({name: sparse[name][1] for name in names}, headers, values)
-            model.config.quantization_config = packed_config(saved, packed)
+        if packed:
+            model.config.quantization_config = packed_config(saved, PackedFormat(packed, values, fingerprint))
             name_parts(model.config, type(model).__name__)
-            model.config.save_pretrained(new)
-            about = read_json(new / CONFIG) | {"transformers_weights": NO_FILE}
-            (new / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        type(model).save_pretrained(model, new, state_dict={})  # all but the weights
     finally:
         fields.update(hidden)
         name_parts(model.config, None)
+    for path in new.glob("*.safetensors"):
+        path.unlink()
+    if packed:
+        about = read_json(new / CONFIG) | {"transformers_weights": NO_FILE}
+        (new / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    sparse, hashes = _write_weights(new, files, PACKED_INDEX if packed else SAFE_WEIGHTS_INDEX_NAME, fingerprint)
     write_manifest(new, format, sparse, hashes, saved.to_dict())
-    return sparse
+    return bool(packed or sparse)
 
 
-def write_weights(
-    new: Path, files: dict[str, list[LazyTensors]], index_name: str, fingerprint: str
-) -> tuple[SparseGroups, dict[str, str]]:
-    """Write the files of the weights, and the index of several; return the groups of the sparse tensors, and the sha256
-    of each file by name."""
+def _write_weights(new: Path, files: Files, index_name: str, fingerprint: str) -> tuple[SparseGroups, dict[str, str]]:
+    """Write the files of the weights, and their index; return the groups of the sparse tensors that are stored dense,
+    and the sha256 of each file by name."""
     if len(files) > 1:  # a reader with another export's index finds that export's files or an error, never these
         files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
-    metadata = {"format": "pt", MARK: fingerprint}
     sparse: SparseGroups = {}
     hashes: dict[str, str] = {}
     weight_map: dict[str, str] = {}
@@ -202,10 +193,11 @@ def write_weights(
     with Progress("export", sum(map(len, files.values())), "tensor", logger.info) as progress:
         for file, group in files.items():
             like = {name: tensor for lazy in group for name, tensor in lazy.like.items()}
-            hashes[file] = write_safetensors(new / file, like, _computed(group, sparse, progress), metadata)
+            tensors = _computed(group, sparse, progress)
+            hashes[file] = write_safetensors(new / file, like, tensors, {"format": "pt", MARK: fingerprint})
             weight_map |= dict.fromkeys(like, file)
             size += sum(tensor.nbytes for tensor in like.values())
-    if len(files) > 1:
+    if len(files) > 1 or index_name == PACKED_INDEX:  # which from_pretrained reads, also where it names one file
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (new / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return sparse, hashes
@@ -214,19 +206,14 @@ def write_weights(
 def _computed(group: list[LazyTensors], sparse: SparseGroups, progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file one by one, and add the groups of each sparse one to `sparse`."""
     for lazy in group:
-        if lazy.packed is not None and lazy.groups is not None:
-            sparse[lazy.packed] = lazy.groups
         for name, tensor in lazy.compute().items():
-            if lazy.packed is None and lazy.groups is not None:
-                dim = sparse_dim(tensor, *lazy.groups)
-                sparse |= {} if dim is None else {name: (dim, lazy.groups[1])}
+            if lazy.groups is not None and (dim := sparse_dim(tensor, *lazy.groups)) is not None:
+                sparse[name] = (dim, lazy.groups[1])
             yield name, tensor
         progress.update()
 
 
-def make_fingerprint(
-    settings: dict[str, Any], files: dict[str, list[LazyTensors]], weights: Iterable[tuple[str, Tensor]]
-) -> str:
+def make_fingerprint(settings: dict[str, Any], files: Files, weights: Iterable[tuple[str, Tensor]]) -> str:
     """A hash of a sample of the weights, the settings, and what lies where: the same in all files of one export."""
     layout = {file: [list(lazy.like) for lazy in group] for file, group in files.items()}
     digest = hashlib.sha256(repr((settings, layout)).encode())
@@ -272,6 +259,6 @@ def refuse_other_models(directory: Path) -> None:
 def _is_exported(file: Path) -> bool:
     """Whether `export_model` wrote a file of weights, which `save_pretrained` may have written over."""
     try:
-        return MARK in (open_safetensors(file).metadata() or {})
+        return read_headers([file])[1][file.name] is not None
     except OSError:  # cut short: nothing is lost that could be loaded
         return file.with_name(MANIFEST).exists()

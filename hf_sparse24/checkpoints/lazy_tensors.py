@@ -26,8 +26,8 @@ class LazyTensors(NamedTuple):
 
     like: Mapping[str, Tensor]  # meta tensors of the same dtypes and shapes by name, in the order of writing
     compute: Callable[[], Mapping[str, Tensor]]
-    groups: tuple[int, Pattern] | None = None  # dimension (-1 or -2) and pattern of groups; None: unknown
-    packed: str | None = None  # the name of the weight where the tensors are its packed form
+    groups: tuple[int, Pattern] | None = None  # the dimension (-1 or -2) along which they may be sparse, and how
+    packed: tuple[str, Pattern] | None = None  # the weight whose packed form they are
 
 
 Weights = Mapping[str, SparseWeight]  # those that the model was patched with, by name
@@ -83,7 +83,7 @@ def _packed(name: str, weight: SparseWeight, values: str) -> LazyTensors:
         form = kernels.quantize_packed(form) if values == "int8" else form
         return dict(zip(like, (x for x in form[:3] if x is not None)))
 
-    return LazyTensors(like, compute, (-1, weight.pattern), name)
+    return LazyTensors(like, compute, packed=(name, weight.pattern))
 
 
 def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensors:

@@ -1,16 +1,17 @@
 """read_listing says which weights of a checkpoint on disk are sparse, and verify reads them to prove it.
 
-`export_model` writes `sparse24.json` with the weights: which tensors are sparse, and the hash of every file. A packed
-model that was loaded and saved again has its packed weights listed in `config.json`.
+One record says each thing. `config.json` of a packed model lists its packed weights, and names the export that the
+header of every file names too: loading compares these. `sparse24.json`, which `export_model` writes, lists the sparse
+weights that are stored dense, and has the sha256 of every file: `verify` compares those.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from sparse24_kernels import Packed, Pattern, unpack_nm
@@ -19,13 +20,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import read_json
 from ..metrics import all_finite, is_nm_sparse
-from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat, buffer_names, packed_weight_name
+from ..packed_format import PACKED_INDEX, PackedFormat, buffer_names
 from ..tables import shown
 from ..weights.packed_weight import wrong_packed
+from .packed_files import check_files
 from .replacing import CONFIG
 from .safetensors_file import DTYPES, open_safetensors
 
 MANIFEST = "sparse24.json"
+FORMATS = ("dense", "packed")
 SparseGroups = dict[str, tuple[int, Pattern]]
 """The dimension, -1 or -2, and the pattern of the groups of each sparse tensor, by its name in the files."""
 _TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
@@ -36,17 +39,15 @@ class Listing(NamedTuple):
 
     format: str  # "dense" or "packed"
     source: str  # the name of the file that says it
-    weights: dict[str, int]  # the dimension of the groups, -1 or -2, by the name of the (dense) weight
-    files: dict[str, str]  # sha256 of each safetensors file by name; empty where they were not recorded
-    pattern: Pattern
-    patterns: dict[str, Pattern]  # of the weights that have another pattern than most, by name
+    weights: SparseGroups  # by the names in the dense model
+    packed: Mapping[str, Pattern]  # those of them that are packed
+    files: Mapping[str, str]  # sha256 of each safetensors file by name; empty where they were not recorded
     method: str | None
 
     @property
     def all_patterns(self) -> str:
-        """The patterns of its weights as text: `"2:4"`, or `"2:4 and 1:4"`."""
-        found = (str(self.patterns.get(name, self.pattern)) for name in self.weights)
-        return " and ".join(dict.fromkeys(found)) or str(self.pattern)
+        """The patterns of its weights as text: `"2:4"`, or `"1:4 and 2:4"`."""
+        return " and ".join(map(str, sorted({pattern for _, pattern in self.weights.values()}))) or "sparse"
 
 
 class Finding(NamedTuple):
@@ -98,11 +99,10 @@ class Tensors:
 def weight_files(directory: Path) -> list[Path]:
     """The files that `from_pretrained` would load."""
     config = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
-    is_packed = "transformers_weights" in config  # as in the quantizer; older ones, and those saved again, do not
-    single, several = (PACKED_WEIGHTS, PACKED_INDEX) if is_packed else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    index = directory / several
-    if (directory / single).exists() or not index.exists():
-        return sorted(directory.glob(single))
+    is_export = "transformers_weights" in config  # a packed one, see the quantizer
+    index, single = directory / (PACKED_INDEX if is_export else SAFE_WEIGHTS_INDEX_NAME), directory / SAFE_WEIGHTS_NAME
+    if not index.exists() or (single.exists() and not is_export):
+        return [] if is_export or not single.exists() else [single]
     files = read_json(index).get("weight_map")
     names: list[Any] = list(files.values()) if isinstance(files, dict) else [None]
     if not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
@@ -121,48 +121,29 @@ def read_listing(tensors: Tensors) -> Listing:
     if is_ours and "packed" not in config:
         raise ValueError(f"{directory} is a training checkpoint, with dense weights; export it with hf-sparse24 export")
     try:
-        said = PackedFormat.from_dict(config["packed"]) if is_ours else None
-        packed = said.weights if said else {}
-        pattern = Pattern.parse(config.get("pattern", "2:4") if is_ours else "2:4")
+        packed = PackedFormat.from_dict(config["packed"]) if is_ours else PackedFormat({})
+        check_files(packed, [directory / name for name in tensors.files])
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: {error}") from error
-    listing = None
-    if (directory / MANIFEST).exists():
-        listing = _read_manifest(directory / MANIFEST)
-        if listing.files and tensors.files.keys() != listing.files.keys():
-            if not packed:
-                files = f"lists {sorted(listing.files)}, and from_pretrained reads {sorted(tensors.files)}"
-                raise ValueError(
-                    f"{directory / MANIFEST} {files}: another model replaced the export; remove {MANIFEST}"
-                )
-            listing = None  # a packed model was saved over it
-    if listing is None and packed:
-        listing = Listing("packed", CONFIG, dict.fromkeys(packed, -1), {}, pattern, dict(packed), config.get("method"))
-    if listing is not None:
-        stored = {weight for name in tensors.names if (weight := packed_weight_name(name))}
-        expected = stored | {name for name in listing.weights if name not in tensors}
-        wrong = min(expected ^ {*packed}, default=None)
-        if (listing.format == "packed" or packed) and wrong is not None:
-            way = "must list each packed weight, and no other; copy or download the whole export again"
-            raise ValueError(f"{directory / CONFIG}: packed.weights has {wrong!r} wrong: it {way}")
-        for name in sorted(stored):
-            if said is not None and _values(tensors, name) not in (None, said.values):
-                told = f"packed.values={said.values!r}, and {name} has {_values(tensors, name)} values"
-                raise ValueError(f"{directory / CONFIG}: {told}; copy or download the whole export again")
-        return listing
-    way = "; recipes/convert_bitmask.py makes it dense" if "sparsity_config" in config else ""
-    raise ValueError(f"{directory} has no {MANIFEST}, in which export_model lists the sparse weights{way}")
+    weights: SparseGroups = {name: (-1, pattern) for name, pattern in packed.weights.items()}
+    if not (directory / MANIFEST).exists():
+        if is_ours:
+            return Listing("packed", CONFIG, weights, packed.weights, {}, config.get("method"))
+        way = "; recipes/convert_bitmask.py makes it dense" if "sparsity_config" in config else ""
+        raise ValueError(f"{directory} has no {MANIFEST}, in which export_model lists the sparse weights{way}")
+    listed = _read_manifest(directory / MANIFEST)
+    if tensors.files.keys() != listed.files.keys():
+        files = f"lists {sorted(listed.files)}, and from_pretrained reads {sorted(tensors.files)}"
+        raise ValueError(f"{directory / MANIFEST} {files}: another model replaced the export; remove {MANIFEST}")
+    source = CONFIG if is_ours else MANIFEST
+    return listed._replace(source=source, weights=weights | listed.weights, packed=packed.weights)
 
 
-def _values(tensors: Tensors, name: str) -> str | None:
-    """Which of `VALUES` a packed weight has; None where its parts are missing or contradict each other."""
-    values, _, scales = buffer_names(name)
-    is_int8 = values in tensors and tensors.like(values).dtype == torch.int8
-    return None if values not in tensors or is_int8 != (scales in tensors) else "int8" if is_int8 else "float"
-
-
-def write_manifest(directory: Path, format: str, sparse: SparseGroups, files: dict, config: dict[str, Any]) -> None:
-    """Write `sparse24.json`: what a `Listing` has, and the `Sparse24Config` of the exported model as a dict."""
+def write_manifest(
+    directory: Path, format: str, sparse: SparseGroups, files: Mapping[str, str], config: dict[str, Any]
+) -> None:
+    """Write `sparse24.json`: what a `Listing` has of the weights that are stored dense, and the `Sparse24Config` of the
+    exported model as a dict."""
     weights = {name: dim for name, (dim, _) in sparse.items()}
     patterns = {name: str(pattern) for name, (_, pattern) in sparse.items() if str(pattern) != config["pattern"]}
     manifest: dict[str, Any] = {"format": format, "weights": weights, "files": files, "config": config}
@@ -173,15 +154,16 @@ def write_manifest(directory: Path, format: str, sparse: SparseGroups, files: di
 def _read_manifest(path: Path) -> Listing:
     values = read_json(path)
     try:
-        format, weights, files, config = (values[key] for key in ("format", "weights", "files", "config"))
+        format, dims, files, config = (values[key] for key in ("format", "weights", "files", "config"))
         patterns = {name: Pattern.parse(text) for name, text in values.get("patterns", {}).items()}
         pattern = Pattern.parse(config["pattern"])
         texts = (*files.values(), config["method"])
-        if {*map(type, weights.values())} - {int} or {*weights.values()} - {-1, -2}:
+        if {*map(type, dims.values())} - {int} or {*dims.values()} - {-1, -2}:
             raise ValueError("weights has a dimension other than -1 and -2")
-        if format not in ("dense", "packed") or {*map(type, texts)} != {str}:
+        if format not in FORMATS or {*map(type, texts)} != {str}:
             raise ValueError("format, method or a hash of files has a value that it cannot have")
-        return Listing(format, MANIFEST, weights, files, pattern, patterns, config["method"])
+        weights = {name: (dim, patterns.get(name, pattern)) for name, dim in dims.items()}
+        return Listing(format, MANIFEST, weights, {}, files, config["method"])
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not what export_model writes ({error})") from error
 
@@ -192,19 +174,14 @@ def verify(listing: Listing, tensors: Tensors) -> Iterator[Finding]:
         with open(tensors.directory / name, "rb") as file:
             is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
         yield Finding(name, 0, 0, None if is_same else "is not the file that was exported")
-    for name, dim in listing.weights.items():
-        is_packed = listing.format == "packed" and name not in tensors
-        pattern = listing.patterns.get(name, listing.pattern)
+    for name, (dim, pattern) in listing.weights.items():
+        is_packed = name in listing.packed
         yield _verify_packed(tensors, name, pattern) if is_packed else _verify_dense(tensors, name, dim, pattern)
 
 
 def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
-    values, mask, scales = buffer_names(name)
-    missing = [key for key in (values, mask) if key not in tensors]
-    if missing:
-        return Finding(name, 0, 0, f"{missing} not in the files")
-    has_scales = scales in tensors
-    packed = Packed(tensors.read(values), tensors.read(mask), tensors.read(scales) if has_scales else None, pattern.m)
+    values, mask, scales = (tensors.read(key) if key in tensors else None for key in buffer_names(name))
+    packed = Packed(cast(Tensor, values), cast(Tensor, mask), scales, pattern.m)  # read_listing has found them
     problem, elements = wrong_packed(packed), 8 * packed.mask.numel()
     zeros = elements - int((packed.values != 0).sum())
     if problem is None and pattern != packed.pattern and not is_nm_sparse(unpack_nm(packed), *pattern):

@@ -3,11 +3,10 @@
 The format: docs/packed_format.md. Only safetensors and JSON are read, so no code of a file is run.
 """
 
-import os
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from sparse24_kernels import Packed, Pattern
 from sparse24_kernels.formats import scale_columns, unpackable
 from transformers import PreTrainedModel
@@ -20,34 +19,30 @@ from ..weights.input_dim import find_input_dim
 from ..weights.packed_weight import wrong_packed
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
-from .safetensors_file import DTYPES, header_hash
+from .safetensors_file import DTYPES, read_headers
 
 
-def check_files(packed: PackedFormat, files: list[str]) -> None:
-    """Raise ValueError where files were not written with `config.json`, or lack what it lists."""
-    for file in files:
+def check_files(packed: PackedFormat, files: Sequence[str | Path]) -> None:
+    """Raise ValueError where files were not exported with `config.json`, or have other packed weights than it lists."""
+    for file in map(str, files):
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
-    hashes = {os.path.basename(file): header_hash(file) for file in files}
-    wrong = sorted({name for name, _ in hashes.items() ^ packed.files.items()})
-    if packed.files and wrong:
+    dtypes, marks = read_headers(files)
+    others = sorted(file for file, mark in marks.items() if mark != packed.export)
+    if packed.export is not None and others:
         way = "copy or download the whole checkpoint again into an empty directory"
-        raise ValueError(f"{wrong}: missing, or not the files that were exported together with config.json; {way}")
-    dtypes: dict[str, str] = {}
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
+        raise ValueError(f"{others}: not the files that were exported together with config.json; {way}")
     has_int8 = packed.values == "int8"
     for weight in dict.fromkeys([*packed.weights, *filter(None, map(packed_weight_name, dtypes))]):
         values, mask, scales = buffer_names(weight)
-        said = {name: dtypes.get(name, "missing") for name in (values, mask, scales)[: 3 if has_int8 else 2]}
+        found = {name: dtypes.get(name, "missing") for name in (values, mask, scales)[: 3 if has_int8 else 2]}
         if weight not in packed.weights:
             raise ValueError(f"{values} is in the files, and config.json does not list it in packed.weights")
-        floating = (said[scales] if has_int8 else said[values]).startswith(("F", "BF"))
-        fits = said[mask] == DTYPES[torch.uint8] and floating and (scales in dtypes) == has_int8
-        if not fits or (has_int8 and said[values] != DTYPES[torch.int8]):
-            told = f"it has {said}, and config.json says {packed.values} values"
-            raise ValueError(f"the checkpoint is damaged, copy or download it again: {told}")
+        floating = (found[scales] if has_int8 else found[values]).startswith(("F", "BF"))
+        fits = found[mask] == DTYPES[torch.uint8] and floating and (scales in dtypes) == has_int8
+        if not fits or (has_int8 and found[values] != DTYPES[torch.int8]):
+            told = f"config.json lists {weight} in packed.weights, with packed.values={packed.values!r}"
+            raise ValueError(f"the checkpoint is damaged, copy or download it again: {told}, and it has {found}")
 
 
 def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, values: str, pattern: Pattern) -> Packed:

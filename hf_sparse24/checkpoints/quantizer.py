@@ -16,7 +16,7 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..facts import MARKER
 from ..module_names import ModuleNames
-from ..packed_format import PACKED_INDEX, PACKED_WEIGHTS, PackedFormat
+from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config, wants_packed_master
 from ..patching.packing import unpack_model
@@ -28,7 +28,7 @@ from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights, wrong_states
 from ..weights.storage import PACKED
 from .packed_files import check_files, check_packed, make_packed
-from .safetensors_file import open_safetensors
+from .safetensors_file import read_headers
 
 register_quantization_config("sparse24")(SavedConfig)
 # `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
@@ -61,18 +61,15 @@ class Sparse24Quantizer(HfQuantizer):
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
         ownership.name_parts(config, None)
-        if self.packed is not None and hasattr(config, "transformers_weights"):  # older exports have no such field
-            files = self.packed.files
-            config.transformers_weights = PACKED_INDEX if len(files) > 1 else next(iter(files), PACKED_WEIGHTS)
+        if self.packed is not None and hasattr(config, "transformers_weights"):  # not where save_pretrained wrote it
+            config.transformers_weights = PACKED_INDEX
         return config
 
     update_tp_plan = update_attn_implementation  # in Transformers up to 5.20
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
-        for file in checkpoint_files or ():
-            if str(file).endswith(".safetensors"):
-                with open_safetensors(file) as opened:  # which compares its length with its header
-                    self.names_in_files |= set(opened.keys())
+        files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+        self.names_in_files = {*read_headers(files)[0]}
         if self.packed is not None:
             if checkpoint_files:  # not where the user passes a state_dict
                 check_files(self.packed, checkpoint_files)
@@ -161,8 +158,7 @@ class Sparse24Quantizer(HfQuantizer):
             unpack_model(model)
             patch_model(model, self.saved.passed)
         elif self.run is None and self.packed is not None:
-            # Without the hashes of the files that were read: saved again, the model has others.
-            own = PackedFormat(ownership.packed_patterns(model, PACKED), {}, self.packed.values)
+            own = PackedFormat(ownership.packed_patterns(model, PACKED), self.packed.values)  # of no export
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
         return model
 

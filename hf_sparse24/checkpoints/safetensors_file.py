@@ -19,6 +19,9 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 DTYPES = {dtype: text for text, dtype in str_to_torch_dtype.items()}
 DTYPES |= {torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64"}  # which Transformers does not load
+MARK = "hf_sparse24_export"
+"""The key, in a header's metadata, of the export that the file belongs to; its value differs between two exports."""
+
 _CHUNK = 1 << 24  # bytes that are copied from a device, and written, at once
 
 
@@ -63,10 +66,12 @@ def open_safetensors(path: str | os.PathLike) -> Any:
         raise OSError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
 
 
-def header_hash(path: str | os.PathLike) -> str:
-    """The sha256 of a file's header. OSError: the file is shorter than its header."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > os.path.getsize(path):
-            raise OSError(f"{path} is damaged or cut short; copy or download it again")
-        return hashlib.sha256(file.read(length)).hexdigest()
+def read_headers(files: Iterable[str | Path]) -> tuple[dict[str, str], dict[str, str | None]]:
+    """The dtype of every tensor by its name, and the `MARK` of every file by the file's name."""
+    dtypes: dict[str, str] = {}
+    marks: dict[str, str | None] = {}
+    for file in files:
+        opened = open_safetensors(file)
+        dtypes |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  not a dict
+        marks[os.path.basename(file)] = (opened.metadata() or {}).get(MARK)
+    return dtypes, marks

@@ -166,5 +166,5 @@ def packed_patterns(owner: Any, kind: Any) -> dict[str, Pattern]:
 def list_masters(owner: Any, run: SparseRun) -> None:
     """Let the config of a model whose packed values train list them, as the files of `save_pretrained` need it."""
     if any(weight.run is not None for weight in sparse_weights(owner, PACKED).values()):
-        run.record(packed=PackedFormat(packed_patterns(owner, PACKED), {}))
+        run.record(packed=PackedFormat(packed_patterns(owner, PACKED)))
         owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

@@ -197,10 +197,10 @@ def test_the_command_and_the_card(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """An export whose config has no hashes, as of a model that was saved again."""
+    """An export whose config does not name it, as of a model that was saved again."""
     directory = tmp_path_factory.mktemp("exports")
     export_model(patched(), directory, "packed", values="int8")
-    edit(directory, files={})
+    edit(directory, export=None)
     return directory
 
 
@@ -235,7 +235,7 @@ def rewrite(directory: Path, **changes) -> None:
         (SCALES, lambda x: -x, "negative numbers, NaN or inf in its scales"),
         (VALUES, lambda x: x.index_fill(0, torch.tensor([3]), -128), "-128 in its values, which are -127 to 127"),
         (MASK, lambda x: x * 0, "its mask has groups of 4 that do not keep 2"),
-        (SCALES, lambda x: None, "'missing'}, and config.json says int8 values"),
+        (SCALES, lambda x: None, "packed.values='int8', and it has .*'missing'"),
         (VALUES, lambda x: x.float(), "_values': 'F32'"),
         (VALUES, lambda x: x.view(torch.uint8), "_values': 'U8'"),
         (MASK, lambda x: x.view(torch.int8), "_mask': 'I8'"),
@@ -246,8 +246,8 @@ def test_damaged_tensors(name, change, message, copied, capsys):
     """Loading refuses what `verify` finds too."""
     rewrite(copied, **{name: change})
     reject(copied, message)
-    assert main(["verify", str(copied)]) == 1
-    assert NAME in capsys.readouterr().out
+    assert main(["verify", str(copied)]) != 0
+    assert NAME in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_wrong_shapes(name, change, copied, capsys):
 
 def test_a_config_of_other_values(copied):
     edit(copied, values="float")
-    reject(copied, "_values': 'I8'.*config.json says float values")
+    reject(copied, "packed.values='float', and it has .*_values': 'I8'")

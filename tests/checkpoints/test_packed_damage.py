@@ -21,6 +21,7 @@ from hf_sparse24 import export_model
 from hf_sparse24.checkpoints.manifest import Tensors
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.packed_format import PackedFormat, buffer_names
+from hf_sparse24_command import main
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 VALUES, MASK, SCALES = buffer_names(NAME)
@@ -53,10 +54,10 @@ def write_config(directory: Path, config: dict) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def without_hashes(directory: Path) -> Path:
-    """As a model that was saved again, whose config has no hashes."""
+def of_no_export(directory: Path) -> Path:
+    """As a model that was saved again, whose config names no export."""
     config = config_of(directory)
-    config["quantization_config"]["packed"]["files"] = {}
+    del config["quantization_config"]["packed"]["export"]
     write_config(directory, config)
     return directory
 
@@ -107,6 +108,10 @@ def one_more(directory: Path, other: Path) -> None:
     (directory / "packed.safetensors.index.json").write_text(json.dumps(index))
 
 
+def config_of_another_export(directory: Path, other: Path) -> None:
+    shutil.copy(other / "config.json", directory)
+
+
 def changed_header(directory: Path, other: Path) -> None:
     """Two tensors of the same dtype and shape have changed places: the file is whole, and every tensor looks right."""
     path = next(path for path in sorted(directory.glob("*.safetensors")) if VALUES in load_file(path))
@@ -120,20 +125,25 @@ def changed_header(directory: Path, other: Path) -> None:
     load_file(path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        swapped,
-        of_another_export,
-        one_more,
-        changed_header,
-        lambda ours, other: shutil.copy(other / "config.json", ours),
-    ],
-)
-def test_files_that_were_not_exported_together(change, exports, copied):
+def fails(directory: Path, capsys) -> None:
+    assert main(["verify", str(directory)]) != 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("change", [of_another_export, one_more, config_of_another_export])
+def test_files_that_were_not_exported_together(change, exports, copied, capsys):
     directory = copied("many")
     change(directory, exports / "another")
     reject(directory, "not the files that were exported together with config.json")
+    fails(directory, capsys)
+
+
+@pytest.mark.parametrize("change", [swapped, changed_header])
+def test_files_of_one_export_that_were_changed(change, exports, copied, capsys):
+    """Which loading does not see: they have the name of their export. `verify` has their hashes."""
+    directory = copied("many")
+    change(directory, exports / "another")
+    fails(directory, capsys)
 
 
 @pytest.mark.parametrize("file", ["../many/model.safetensors", "/model.safetensors", "", ["a"]])
@@ -147,21 +157,21 @@ def test_an_index_that_names_no_file_in_its_directory(copied, file):
 
 def test_a_mask_that_packing_cannot_make(copied):
     """Three of one group and one of the next are as many values."""
-    directory = without_hashes(copied("one"))
+    directory = of_no_export(copied("one"))
     rewrite(directory, lambda tensors: tensors[MASK].view(-1)[3:4].fill_(0b0001 << 4 | 0b0111))
     reject(directory, rf"{re.escape(NAME)}: its mask has groups of 4 that do not keep 2")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_values_that_are_no_numbers(value, copied):
-    directory = without_hashes(copied("one"))
+    directory = of_no_export(copied("one"))
     rewrite(directory, lambda tensors: tensors[VALUES].view(-1)[5].fill_(value))
     reject(directory, "NaN or inf in its values")
 
 
 @pytest.mark.parametrize("name", [VALUES, MASK])
 def test_a_tensor_is_missing(name, copied):
-    directory = without_hashes(copied("one"))
+    directory = of_no_export(copied("one"))
     rewrite(directory, lambda tensors: tensors.pop(name))
     reject(directory, f"the checkpoint is damaged.*'{re.escape(name)}': 'missing'")
 
@@ -169,7 +179,7 @@ def test_a_tensor_is_missing(name, copied):
 @pytest.mark.parametrize("device_map", [None, {"": "disk"}])
 def test_a_bias_is_missing(device_map, tmp_path):
     export_model(patched("gpt2"), tmp_path, "packed")
-    without_hashes(tmp_path)
+    of_no_export(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.pop("transformer.h.0.mlp.c_fc.bias"))
     with pytest.raises(ValueError, match=r"c_fc.weight: \['bias'\] were not in its files"):
         AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "offloaded")
@@ -188,7 +198,7 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
     torch.save(tensors, directory / "pytorch_model.bin")
     reject(directory, "packed.safetensors", OSError)  # what config.json names
     config = config_of(directory)
-    del config["transformers_weights"]  # as in older exports
+    del config["transformers_weights"]  # as in a model that was saved again
     write_config(directory, config)
     reject(directory, "a packed checkpoint has safetensors files alone")
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Explodes()))
@@ -203,7 +213,7 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
     [
         ("version", 4, r"packed.version=4: this version of hf_sparse24 reads 3"),
         ("version", 2, r"packed.version=2"),
-        ("values", "int8", r"it has .*_values': 'F32', .*_scales': 'missing'}, and config.json says int8 v"),
+        ("values", "int8", r"packed.values='int8', and it has .*_values': 'F32', .*_scales': 'missing'"),
         ("values", "int4", r"packed.values='int4': must be one of"),
         ("version", "1", r"packed.version='1'"),
         ("weights", {}, "packed.weights must have the pattern of each packed weight"),
@@ -211,9 +221,8 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
         ("weights", {NAME: "4:2"}, "packed.weights: pattern='4:2'"),
         ("weights", {"model.norm.weight": "2:4"}, "'model.norm.packed_weight_values': 'missing'"),
         ("weights", {NAME: "2:4"}, "in the files, and config.json does not list it"),
-        ("files", None, "packed.files must be a dict"),
-        ("files", {"packed.safetensors": "0" * 64}, "not the files that were exported together with config.json"),
-        ("files", {"other.safetensors": "0" * 64}, "No such file.*other.safetensors"),
+        ("export", ["x"], r"packed.export=\['x'\]"),
+        ("export", "0" * 64, r"\['packed.safetensors'\]: not the files that were exported together with config.json"),
     ],
 )
 def test_wrong_entries_of_the_config(key, value, message, copied):
@@ -233,7 +242,7 @@ def test_wrong_entries_of_the_config(key, value, message, copied):
     ],
 )
 def test_packed_tensors_that_the_model_has_no_place_for(name, message, copied):
-    directory = without_hashes(copied("one"))
+    directory = of_no_export(copied("one"))
     config = config_of(directory)
     config["quantization_config"]["packed"]["weights"] = {name: "2:4"}
     write_config(directory, config)
@@ -262,8 +271,8 @@ def test_any_json_in_place_of_the_entry(value):
     assert value is None or facts.packed == PackedFormat.from_dict(value)
 
 
-def test_bytes_changed_anywhere(exports, tmp_path):
-    """In the header always an error; in the values, which safetensors cannot check, a model of valid 2:4 weights."""
+def test_bytes_changed_anywhere(exports, tmp_path, capsys):
+    """An error, or a model of valid 2:4 weights; `verify` finds each."""
     expected = torch.load(exports / "logits.pt")
     draw = random.Random(0)
     data = (exports / "one" / "packed.safetensors").read_bytes()
@@ -274,9 +283,9 @@ def test_bytes_changed_anywhere(exports, tmp_path):
         place = draw.randrange(header) if trial % 2 else draw.randrange(header, len(data))
         changed[place] ^= 1 << draw.randrange(8)
         (tmp_path / "model" / "packed.safetensors").write_bytes(changed)
+        fails(tmp_path / "model", capsys)
         try:
             model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         except (ValueError, OSError, RuntimeError):
             continue
-        assert place >= header, f"byte {place} of the header changed"
         assert logits(model).shape == expected.shape

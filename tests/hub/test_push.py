@@ -93,7 +93,7 @@ def test_a_training_checkpoint_beside_the_export(hub, format):
     loaded, to_train = (load(hub, subfolder=name) for name in ("", "checkpoint"))
     assert patched_config(loaded) is None and patched_config(to_train) is not None
     assert torch.equal(logits(loaded), logits(model)) and torch.equal(logits(to_train), logits(model))
-    assert sum(".safetensors" in name for name in hub.files(REPO)) == 2  # no shards of the first push
+    assert sum(name.endswith(".safetensors") for name in hub.files(REPO)) == 2  # no shards of the first push
     assert f'from_pretrained("{REPO}", subfolder="checkpoint")' in card(hub)
     model.push_to_hub(REPO, format=format)
     assert "checkpoint/model.safetensors" in hub.files(REPO) and "subfolder" not in card(hub)

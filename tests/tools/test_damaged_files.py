@@ -44,12 +44,11 @@ TRAINING = [
     ((OWN, "target_modules"), "(", "target_modules='('"),
 ]
 PACKED = [
-    ((OWN, "pattern"), 24, "config.json: pattern=24"),
     ((OWN, "packed"), [], "config.json: packed=[]"),
     ((OWN, "packed", "version"), "1", "packed.version='1'"),
     ((OWN, "packed", "weights"), [[WEIGHT]], "packed.weights"),
     ((OWN, "packed", "weights"), [WEIGHT, WEIGHT], "packed.weights"),
-    ((OWN, "packed", "files"), 3, "packed.files"),
+    ((OWN, "packed", "export"), 3, "packed.export"),
 ]
 LISTING = [
     *(((), text, "sparse24.json") for text in TEXTS),
