@@ -1,9 +1,8 @@
 """Distillation: a teacher's predictions as a second target; `DistillationConfig` has the loss.
 
 The KL divergence is a sum over the tokens that have a label, divided as the model divides its cross entropy, so that
-micro-batches add up. The teacher's logits come in chunks of tokens, never as one tensor [tokens, vocabulary]. The
-forward pass also makes the gradient of the student's logits, the one such tensor that a step holds. (TRL and Liger also
-project the student's hidden states in chunks; they go around the model's forward pass, which adapters need.)
+micro-batches add up. The teacher's logits come in chunks of tokens. The forward pass makes the gradient of the
+student's logits, the one tensor [tokens, vocabulary] that a step holds.
 """
 
 import inspect
@@ -11,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +58,8 @@ class DistillationConfig:
 class KLDivergence(torch.autograd.Function):
     """T^2 KL(teacher || student) at temperature T, summed over the tokens of `chunks`: a 0-d tensor in at least fp32.
 
-    `logits` [..., vocabulary] are the student's. Of a longer vocabulary the rest is padding, and does not count. Makes
-    the gradient, T (student - teacher) of the probabilities, in forward, where each chunk is at hand. Can be
-    differentiated once, and backward can run once.
+    `logits` [..., vocabulary] are the student's. Of a longer vocabulary the rest is padding, and does not count.
+    Backward can run once: the gradient, T (student - teacher) of the probabilities, is made in forward.
     """
 
     @staticmethod
@@ -90,21 +88,17 @@ class KLDivergence(torch.autograd.Function):
 
 
 class Distiller:
-    """The teacher's terms in the loss of a model, from `distill` on until `end`.
+    """The teacher's terms in the loss of a model, by a forward hook on `outputs.loss` while it trains, until `end`.
 
-    A forward hook changes `outputs.loss` while the model trains. A copy of the model, such as a probe of the decay
-    search, learns from the same teacher.
+    A copy of the model, such as a probe of the decay search, learns from the same teacher.
 
     Attributes:
         is_mean: whether losses are means over a micro-batch, not shares of one over the whole batch of a Trainer.
     """
 
-    def __init__(
-        self, model: nn.Module, teacher: nn.Module | str | PathLike, config: DistillationConfig, tokenizer: Any = None
-    ):
-        self.config, self.shifted = config, shifts_labels(model)
+    def __init__(self, model: nn.Module, teacher: Teacher, config: DistillationConfig):
+        self.config, self.teacher, self.shifted = config, teacher, shifts_labels(model)
         self._is_divided: bool | None = None  # whether the model divides its loss by the number that a Trainer passes
-        self.teacher = Teacher(teacher, model, tokenizer)
         self.reset()
         self._handle = model.register_forward_hook(self, with_kwargs=True)
 
@@ -126,7 +120,7 @@ class Distiller:
         count = self._micro_batches if self.is_mean or steps is None else steps
         return {name: total / max(count, 1) for name, total in self._sums.items()}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Distiller":
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
     @torch.compiler.disable
@@ -141,38 +135,36 @@ class Distiller:
         outputs["loss"] = self.add_teacher(loss, outputs, dict(zip(names, args)) | kwargs)
         return outputs
 
-    def add_teacher(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    def add_teacher(self, loss: Tensor, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> Tensor:
         """The loss with the teacher's terms."""
-        logits, labels = self._predictions(outputs, batch)
+        logits = outputs.get("logits")
+        if logits is None:
+            way = "leave use_liger_kernel and other fused losses off"
+            raise ValueError(f"distillation needs the model's logits, and it returned none; {way}")
+        labels = self._labels(logits, batch)
         positions = (labels != IGNORED).nonzero().squeeze(1)
-        tokens = len(positions)
-        self.teacher.to(logits.device)
+        tokens, number = len(positions), batch.get("num_items_in_batch")
         # Sums over tokens, divided as the model divides its own loss. Without tokens, that divides by 0 in the end.
         count: int | Tensor = tokens
-        labels_of_step = batch.get("num_items_in_batch")
-        self.is_mean = labels_of_step is None
-        if labels_of_step is not None:
-            number = torch.as_tensor(labels_of_step).flatten()[0].to(logits.device)
+        self.is_mean = number is None
+        if number is not None:
+            number = torch.as_tensor(number).flatten()[0].to(logits.device)
             # Some classes take the number, and return a mean. It is found once, where the two differ.
             if self._is_divided is None and tokens and number != tokens:
-                rows = logits.detach().flatten(0, -2)[positions].float()
-                mean = cross_entropy(rows, labels[positions])
+                mean = cross_entropy(logits.detach().flatten(0, -2)[positions].float(), labels[positions])
                 self._is_divided = bool((loss * number / tokens - mean).abs() <= (loss - mean).abs())
             count = tokens if self._is_divided is False else number
-        share = 1 / count if tokens else 0.0
-        kl = KLDivergence.apply(logits, self.teacher.logits(batch, positions), self.config.temperature) * share
+        self.teacher.to(logits.device)
+        kl = KLDivergence.apply(logits, self.teacher.logits(batch, positions), self.config.temperature)
+        kl = kl * (1 / count if tokens else 0.0)
         own = loss.detach().mean()
         parts = {"cross_entropy": own if tokens else torch.zeros_like(own), "distillation_loss": kl.detach()}
         self._sums = {name: self._sums.get(name, 0) + part for name, part in parts.items()}
         self._micro_batches += bool(tokens)
         return (1 - self.config.weight) * loss + self.config.weight * kl
 
-    def _predictions(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The student's logits, and the label that each of them predicts, or `IGNORED`, flat."""
-        logits = outputs.get("logits") if isinstance(outputs, dict) else None
-        if logits is None:
-            way = "leave use_liger_kernel and other fused losses off"
-            raise ValueError(f"distillation needs the model's logits, and it returned none; {way}")
+    def _labels(self, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """The label that each of the student's logits predicts, or `IGNORED`, flat."""
         shifted = batch.get("shift_labels")
         labels = batch.get("labels") if shifted is None else shifted
         if labels is None or labels.shape != logits.shape[:2]:
@@ -181,7 +173,7 @@ class Distiller:
             raise ValueError(f"{needed}; prompt tuning, which adds tokens, is not supported")
         if self.shifted and shifted is None:  # by the model's loss: a position predicts the label to its right
             labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        return logits, labels.flatten().to(logits.device)
+        return labels.flatten().to(logits.device)
 
 
 def distill(
@@ -217,7 +209,7 @@ def distill(
     if config is None and run is not None and run.method.teacher_loss is not None:
         weight, temperature = run.method.teacher_loss
         config = DistillationConfig(weight=weight, temperature=temperature)
-    return Distiller(model, teacher, config or DistillationConfig(), tokenizer)
+    return Distiller(model, Teacher(teacher, model, tokenizer), config or DistillationConfig())
 
 
 def find_distiller(model: nn.Module) -> Distiller | None:

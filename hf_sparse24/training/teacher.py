@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..progress import get_logger
@@ -33,35 +33,28 @@ class Teacher:
     vocabulary from tokens; any other processor is ignored.
     """
 
-    def __init__(self, teacher: Any, student: Any, tokenizer: Any):
-        tokenizer = tokenizer if hasattr(tokenizer, "get_vocab") else None
+    def __init__(self, teacher: nn.Module | str | PathLike, student: nn.Module, tokenizer: object):
+        known = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
         if isinstance(teacher, str | PathLike):
-            if tokenizer is not None:
-                _check_tokens(tokenizer, str(teacher))
+            _check_tokens(known, str(teacher))
             auto = AutoModelForCausalLM if shifts_labels(student) else AutoModelForMaskedLM
             teacher = auto.from_pretrained(teacher, dtype="auto")
-        elif not (isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings")):
-            raise ValueError(f"teacher={type(teacher).__name__}: must be a language model, or the name of one")
-        if any(parameter.is_meta for parameter in teacher.parameters()):
-            raise ValueError("the teacher is on the meta device, and has no weights; load it by from_pretrained")
-        _check_models(teacher, student, tokenizer)
-        self.model = teacher.eval().requires_grad_(False)
-        self.device: torch.device | None = None
+        _check_models(teacher, student, known)
+        self.model: Any = teacher.eval().requires_grad_(False)
         self.chunk = max(CHUNK // _vocabulary(teacher), 1)
         self.by_chunks: bool | None = None  # whether the output embedding gives the logits; shown by the first batch
 
     def to(self, device: torch.device) -> None:
         """Move it where the student's logits are, unless it has a device map."""
-        if device != self.device and getattr(self.model, "hf_device_map", None) is None:
+        if getattr(self.model, "hf_device_map", None) is None:
             self.model.to(device)
-        self.device = device
 
     def logits(self, inputs: Mapping[str, Any], positions: Tensor) -> Chunks:
         """The logits at flat `positions` [n] of a batch, chunk by chunk."""
-        head: Any = self.model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         source = None if head is None or self.by_chunks is False else self._hidden(inputs, head)
         if source is None:
-            source, head = self._call(inputs).logits, nn.Identity()
+            source, head = self._all_logits(inputs), nn.Identity()
         labels = inputs["labels"] if inputs.get("shift_labels") is None else inputs["shift_labels"]
         if source.shape[1] != labels.shape[1]:
             lengths = f"{source.shape[1]} positions where the labels have {labels.shape[1]}"
@@ -78,15 +71,11 @@ class Teacher:
             before.append(args[0])
             return (args[0][:, :1], *args[1:]) if args[0].dim() == 3 else None
 
-        hooks = [
-            head.register_forward_pre_hook(keep),
-            head.register_forward_hook(lambda module, args, out: behind.append(out)),
-        ]
-        try:
-            logits = self._call(inputs).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
+        def see(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            behind.append(output)
+
+        with head.register_forward_pre_hook(keep), head.register_forward_hook(see):
+            logits = self._all_logits(inputs)
         if self.by_chunks is None:
             is_last = len(behind) == 1 and behind[0].dim() == 3
             self.by_chunks = is_last and torch.equal(behind[0].float(), logits.float())
@@ -96,17 +85,13 @@ class Teacher:
         return before[0] if self.by_chunks else None
 
     @torch.no_grad()
-    def _call(self, inputs: Mapping[str, Any]) -> Any:
-        """The outputs for what it knows of a batch."""
-        parameters = inspect.signature(self.model.forward).parameters
-        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-        known = {
-            name: value
-            for name, value in inputs.items()
-            if (takes_all or name in parameters) and name not in _OF_THE_STUDENT
-        }
-        cache = {"use_cache": False} if "use_cache" in parameters else {}
-        return self.model(**known, return_dict=True, **cache)
+    def _all_logits(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The logits [batch, tokens, vocabulary], from those inputs of a batch that the teacher knows."""
+        takes = inspect.signature(self.model.forward).parameters
+        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
+        names = [name for name in inputs if (takes_all or name in takes) and name not in _OF_THE_STUDENT]
+        cache = {"use_cache": False} if "use_cache" in takes else {}
+        return self.model(**{name: inputs[name] for name in names}, return_dict=True, **cache).logits
 
 
 def shifts_labels(model: Any) -> bool:
@@ -126,31 +111,33 @@ def _base_of_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _vocabulary(model: Any) -> int:
+def _vocabulary(model: nn.Module) -> int:
     return _base_of_peft(model).config.get_text_config().vocab_size
 
 
-def _check_tokens(tokenizer: Any, teacher: str) -> None:
-    """The teacher's own tokenizer, where it has one, must have the same tokens under the same ids."""
+def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, teacher: str) -> None:
+    """Raise ValueError where the teacher's own tokenizer has another token than `tokenizer` under an id."""
     try:
-        vocabulary = AutoTokenizer.from_pretrained(teacher).get_vocab()
+        theirs = AutoTokenizer.from_pretrained(teacher).get_vocab() if tokenizer is not None else {}
     except (OSError, ValueError):  # a directory without one
         return
-    tokens = {index: token for token, index in vocabulary.items()}
-    for token, index in tokenizer.get_vocab().items():
+    tokens = {index: token for token, index in theirs.items()}
+    for token, index in tokenizer.get_vocab().items() if tokenizer is not None else ():
         if tokens.get(index, token) != token:
             found = f"id {index} is {tokens[index]!r} there and {token!r} here"
             raise ValueError(f"teacher={teacher!r} has another tokenizer: {found}; take a teacher with the model's")
 
 
-def _check_models(teacher: Any, student: Any, tokenizer: Any) -> None:
+def _check_models(teacher: nn.Module, student: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if not isinstance(teacher, nn.Module) or shifts_labels(teacher) != shifts_labels(student):
+        kind = type(teacher).__name__
+        raise ValueError(f"teacher={kind}: must be a language model of the student's kind, causal or masked, or a name")
+    if any(parameter.is_meta for parameter in teacher.parameters()):
+        raise ValueError("the teacher is on the meta device, and has no weights; load it by from_pretrained")
     own = {id(parameter) for parameter in student.parameters()}
     if any(id(parameter) in own for parameter in teacher.parameters()):
         way = "load it a second time, or pass its name or directory"
         raise ValueError(f"the teacher shares weights with the model that it teaches: {way}")
-    if shifts_labels(teacher) != shifts_labels(student):
-        kind = type(teacher).__name__
-        raise ValueError(f"teacher={kind}: a causal and a masked language model predict different tokens")
     sizes = _vocabulary(student), _vocabulary(teacher)
     if sizes[0] != sizes[1] and (tokenizer is None or len(tokenizer) > min(sizes)):
         known = "no tokenizer is given" if tokenizer is None else f"the tokenizer has {len(tokenizer)} tokens"

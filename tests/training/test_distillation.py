@@ -313,9 +313,9 @@ def below_an_adapter():
     [
         (below_an_adapter, "shares weights"),
         (classifier, "LlamaForSequenceClassification is no causal or masked language model"),
-        (lambda: {"teacher": zoo.build("bert")}, "a causal and a masked language model predict different"),
+        (lambda: {"teacher": zoo.build("bert")}, "teacher=BertForMaskedLM"),
         (lambda: {"teacher": zoo.build("llama").to("meta")}, "the teacher is on the meta device, and has no weights"),
-        (lambda: {"teacher": torch.nn.Linear(2, 2)}, "teacher=Linear: must be a language model"),
+        (lambda: {"teacher": torch.nn.Linear(2, 2)}, "Linear is no causal or masked language model"),
         (lambda: {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: a teacher adds to"),
         (lambda: {"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func and teacher= both say"),
     ],
