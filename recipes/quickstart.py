@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from hf_sparse24 import export_model, is_nm_sparse, make_model_card, sparse_run, sparse_weights
-from hf_sparse24.hub.losses import plot_losses
+from hf_sparse24.hub.picture import write_picture
 from hf_sparse24.tools.run_report import write_report
 
 RECIPES = Path(__file__).resolve().parent
@@ -34,7 +34,7 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     files = [f"--dataset={corpus}/train.jsonl", f"--validation_file={corpus}/validation.jsonl"]
     trainer = train.main([f"{RECIPES}/quickstart.yaml", *files, f"--tokenizer_name={corpus}/tokenizer", *flags])
     output, history = Path(trainer.args.output_dir), trainer.state.log_history
-    (output / "training.png").write_bytes(plot_losses(history) or b"")
+    picture = write_picture(output, history)
     sample = check_reload(trainer, output)
     zeros, sparse_zeros = check_export(trainer, output / "export")
     card = make_model_card(trainer.model, model_id=output.name, log_history=history)
@@ -46,7 +46,7 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     print(f"\n--- a sample of the reloaded model ---\n{sample}\n---")
     print(f"validation loss    {losses[0]:.3f} before, {losses[-1]:.3f} after {trainer.state.global_step} steps")
     print(f"zeros              {sparse_zeros:.1%} of the 2:4 weights, {zeros:.1%} of all parameters")
-    print(f"plot               {output / 'training.png'}")
+    print(f"plot               {picture or 'none: pip install matplotlib'}")
     print(f"report             {write_report(output)}")
     print(f"model              {output}  (import hf_sparse24, then from_pretrained; goes on training 2:4)")
     print(f"dense export       {size(output / 'export')} in {output / 'export'}  (zeros and all, loads anywhere)")

@@ -29,13 +29,14 @@ from ..version import __version__
 from ..weights.sharding import rank
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import TRAINED
-from .losses import Control, Logs, by_step, control_metrics, last_evaluation, plot_losses
+from .losses import Control, Logs, by_step, control_metrics, last_evaluation
+from .picture import write_picture
 
 logger = get_logger(__name__)
 
 Format = Literal["dense", "packed", "training"]
 
-CARD, PLOT, CHECKPOINT = "README.md", "loss.png", "checkpoint"
+CARD, CHECKPOINT = "README.md", "checkpoint"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
 _TRAINING_ON = (
@@ -77,7 +78,7 @@ def make_model_card(
         dense_control: the same metrics of a dense run, or its `trainer_state.json`, or the directory that holds one.
         control_name: what that is, as the head of its column: `"dense model"` for the model before it was pruned.
         hyperparameters: of the training, by name.
-        plot: file name or URL of a picture of the losses.
+        plot: file name or URL of a picture of the training.
         existing: the card that is there.
         metadata: what `huggingface_hub.ModelCardData` takes, such as `license` and `datasets`; `base_model_relation`.
 
@@ -131,12 +132,9 @@ def make_model_card(
 
 
 def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) -> None:
-    """Write `README.md` to a directory, and `loss.png` where there are losses and Matplotlib is installed."""
-    picture = plot_losses(details.get("log_history", ()), details.get("dense_control"))
-    card = make_model_card(model, **({"plot": PLOT if picture else None} | details))
-    if picture:
-        (directory / PLOT).write_bytes(picture)
-    card.save(directory / CARD)
+    """Write `README.md` to a directory, with the picture of the training where `log_history` has losses."""
+    picture = write_picture(directory, details.get("log_history", ()), details.get("dense_control"))
+    make_model_card(model, **({"plot": picture.name if picture else None} | details)).save(directory / CARD)
 
 
 def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None:
@@ -264,7 +262,7 @@ def _training(run: SparseRun, hyperparameters: Mapping[str, Any] | None, plot: s
         rows = [[name.replace("_", " "), str(value)] for name, value in hyperparameters.items()]
         parts.append(markdown_table(["hyper-parameter", "value"], rows))
     if plot:
-        parts.append(f"![Losses by the step]({plot})")
+        parts.append(f"![Losses, flip rate and kept magnitude by the step]({plot})")
     return "\n\n".join(parts)
 
 

@@ -20,9 +20,10 @@ from hf_sparse24 import (
     sparse_run,
 )
 from hf_sparse24.config import SavedConfig
-from hf_sparse24.hub import charts
+from hf_sparse24.hub import picture
 from hf_sparse24.hub.card import BEGIN, END, write_model_card
-from hf_sparse24.hub.losses import ROWS, by_step, last_evaluation, plot_losses, some_rows
+from hf_sparse24.hub.losses import ROWS, by_step, last_evaluation, some_rows
+from hf_sparse24.hub.picture import training_picture
 from hf_sparse24.methods import METHODS
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]
@@ -211,18 +212,34 @@ def test_what_the_author_wrote_is_kept_and_what_the_caller_gives_wins():
 
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])
-def test_the_picture_is_there_where_matplotlib_is(tmp_path, monkeypatch, has_matplotlib):
+def test_the_picture_is_there_where_matplotlib_is(tmp_path, monkeypatch, caplog, has_matplotlib):
     if not has_matplotlib:
-        monkeypatch.setattr(charts, "is_available", lambda: False)
-    model = patched()
-    write_model_card(model, tmp_path, log_history=HISTORY)
-    assert ((tmp_path / "loss.png").exists(), "](loss.png)" in (tmp_path / "README.md").read_text()) == (
-        has_matplotlib,
-    ) * 2
+        monkeypatch.setattr(picture, "is_available", lambda: False)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": EVALUATED}))
+    details = {"log_history": HISTORY + EVALUATED, "dense_control": tmp_path}
+    with caplog.at_level("WARNING"):
+        write_model_card(patched(), tmp_path, **details)
+    named = "](training.png)" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "training.png").exists() == named == has_matplotlib != ("install matplotlib" in caplog.text)
     if has_matplotlib:
-        assert (tmp_path / "loss.png").stat().st_size < 50_000
-        assert plot_losses(HISTORY) == (tmp_path / "loss.png").read_bytes()
-    assert plot_losses(HISTORY[:1]) is None
+        assert (tmp_path / "training.png").stat().st_size < 60_000
+        assert training_picture(*details.values()) == (tmp_path / "training.png").read_bytes()
+
+
+@pytest.mark.skipif(not picture.is_available(), reason="Matplotlib is not installed")
+def test_the_panels_of_the_picture(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(picture, "_drawn", lambda panels: drawn.append(panels) or b"")
+    nan = [{"step": 101, "loss": float("nan"), "kept_magnitude": 0.7}, {"step": 102, "kept_magnitude": 0.7, "loss": 1}]
+    for history in (HISTORY + EVALUATED + nan, HISTORY[:1]):
+        training_picture(history, {"eval_loss": 3.0})
+    (panels,) = drawn
+    assert {title: [line.name for line in lines] for title, lines in panels.items()} == {
+        "loss": ["sparse, training", "sparse, evaluation"],
+        "flip rate": ["sparse"],
+        "kept magnitude": ["sparse"],
+    }
+    assert panels["kept magnitude"][0].points == [(101, 0.7), (102, 0.7)] and panels["loss"][1].is_evaluation
 
 
 def test_cells_do_not_end_early():

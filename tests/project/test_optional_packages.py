@@ -29,7 +29,7 @@ import contextlib, io, torch, zoo
 import sparse24_kernels as kernels
 from transformers import AutoModelForCausalLM, TrainingArguments
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, make_model_card, patch_model
-from hf_sparse24.hub.losses import plot_losses
+from hf_sparse24.hub.picture import training_picture
 import hf_sparse24_command as cli
 
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ trainer = Sparse24Trainer(zoo.build("llama"), TrainingArguments("run", **setting
                           sparse24_config=config)
 trainer.train()
 make_model_card(trainer.model, log_history=trainer.state.log_history)
-assert plot_losses(trainer.state.log_history) is None  # no Matplotlib
+assert training_picture(trainer.state.log_history) is None  # no Matplotlib
 export_model(trainer.model, "export", "packed")
 with torch.no_grad():
     logits = trainer.model.eval()(**zoo.batch()).logits

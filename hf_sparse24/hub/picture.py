@@ -1,0 +1,108 @@
+"""The picture of a run, by Matplotlib, an optional package: losses, flip rate and kept magnitude over the steps."""
+
+import io
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from ..progress import get_logger
+from .losses import Control, History, Logs, by_step, control_history, evaluation_losses
+
+logger = get_logger(__name__)
+
+PICTURE = "training.png"
+_SPARSE, _DENSE, _GRID = "#1d5fd1", "#b45309", "#e4e8ee"
+
+
+class Line(NamedTuple):
+    """A line of a panel. An evaluation is thicker, with a mark at every point; a dense run is dashed."""
+
+    name: str
+    points: Sequence[tuple[int, float]]
+    is_dense: bool = False
+    is_evaluation: bool = False
+
+
+def is_available() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def training_picture(log_history: Logs, control: Control | None = None) -> bytes | None:
+    """A PNG of a run's losses, flip rate and kept magnitude by the optimizer step.
+
+    Args:
+        log_history: of the run, as `trainer.state.log_history` has it.
+        control: a dense run, whose losses are drawn too; metrics by name have no steps, and are not drawn.
+
+    Returns:
+        The file; None without two logs to join, or without Matplotlib. The same logs give the same bytes.
+    """
+    history = by_step(log_history)
+    losses = _losses("sparse", history)
+    if not losses:
+        return None
+    if not is_available():
+        logger.warning(f"no {PICTURE}, the picture of this run: pip install matplotlib")
+        return None
+    panels = {"loss": [*losses, *_losses("dense", control_history(control), is_dense=True)]}
+    panels |= {key.replace("_", " "): _lines("sparse", history, key) for key in ("flip_rate", "kept_magnitude")}
+    return _drawn({title: lines for title, lines in panels.items() if lines})
+
+
+def write_picture(directory: Path, log_history: Logs, control: Control | None = None) -> Path | None:
+    """Write the picture of a run to a directory; return its path, None where there is none."""
+    picture = training_picture(log_history, control)
+    if picture is None:
+        return None
+    (directory / PICTURE).write_bytes(picture)
+    return directory / PICTURE
+
+
+def _losses(name: str, history: History, is_dense: bool = False) -> list[Line]:
+    """The training loss of the run called `name`, and its loss on each evaluation set."""
+    found = _lines(f"{name}, training", history, "loss", is_dense)
+    for key in evaluation_losses(history):
+        kind = f"evaluation {key.removeprefix('eval_').removesuffix('loss').strip('_')}".strip()
+        found += [line._replace(is_evaluation=True) for line in _lines(f"{name}, {kind}", history, key, is_dense)]
+    return found
+
+
+def _lines(name: str, history: History, key: str, is_dense: bool = False) -> list[Line]:
+    """The one line of what was logged as `key`; none of fewer than two points."""
+    points = [(step, row[key]) for step, row in history.items() if key in row]
+    return [Line(name, points, is_dense)] if len(points) > 1 else []
+
+
+def _drawn(panels: dict[str, list[Line]]) -> bytes:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    file = io.BytesIO()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"font.size": 9, "text.parse_math": False, "legend.frameon": False})
+        figure = Figure((3.2 * len(panels), 2.7), dpi=100, layout="constrained")
+        for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+            for line in lines:
+                axes.plot(
+                    [step for step, _ in line.points],
+                    [value if math.isfinite(value) else math.nan for _, value in line.points],
+                    "--" if line.is_dense else "-",
+                    color=_DENSE if line.is_dense else _SPARSE,
+                    linewidth=1.8 if line.is_evaluation else 1,
+                    marker="o" if line.is_evaluation else "",
+                    markersize=4,
+                    markerfacecolor="white",
+                    label=line.name,
+                )
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.set_xlabel("optimizer step")
+            axes.grid(axis="y", color=_GRID)
+            axes.spines[["left", "right", "top"]].set_visible(False)
+            axes.tick_params(axis="y", length=0)
+            if len(lines) > 1:
+                axes.legend(fontsize=8)
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
