@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_state_dict_into_shards_factory
+from accelerate.utils import convert_file_size_to_int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..config import SavedConfig
+from ..extensions import extensions
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, check_values
@@ -26,8 +27,6 @@ from ..patching.masters import packed_config
 from ..patching.ownership import adopt, check_not_offloaded, name_parts, unwrap
 from ..patching.packing import check_packable
 from ..patching.refusals import reject_non_finite
-from ..peft.bypass import adapters_in
-from ..peft.merging import without_adapters
 from ..progress import Progress, get_logger
 from ..weights.rules import AVERAGED
 from ..weights.sharding import is_sharded, local, rank
@@ -97,9 +96,9 @@ def export_model(
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
     check_values(values, format)
     model = unwrapped(model)
-    if _is_sharded(model) and adapters_in(model):
+    if _is_sharded(model) and extensions.adapters.inside(model):
         raise ValueError("the model is sharded, and has adapters: export them on their base in one process")
-    with without_adapters(model) as plain:
+    with extensions.adapters.merged(model) as plain:
         _export(plain, Path(directory), format, max_shard_size, values)
 
 
@@ -144,13 +143,18 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> Files:
     """Return the tensors in files of at most `max_shard_size`."""
-    shards = split_state_dict_into_shards_factory(
-        {str(i): lazy for i, lazy in enumerate(tensors)},
-        get_storage_size=lambda lazy: sum(tensor.nbytes for tensor in lazy.like.values()),
-        filename_pattern=("packed" if format == "packed" else "model") + "{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    return {file: [tensors[int(key)] for key in keys] for file, keys in shards.filename_to_tensors.items()}
+    limit, size = convert_file_size_to_int(max_shard_size), 0
+    shards: list[list[LazyTensors]] = [[]]
+    for lazy in tensors:
+        bytes_of_it = sum(tensor.nbytes for tensor in lazy.like.values())
+        if shards[-1] and size + bytes_of_it > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(lazy)
+        size += bytes_of_it
+    stem, count = "packed" if format == "packed" else "model", len(shards)
+    suffixes = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
+    return {f"{stem}{suffix}.safetensors": shard for suffix, shard in zip(suffixes, shards)}
 
 
 def _write(model: PreTrainedModel, new: Path, files: Files, format: str, values: str) -> bool:

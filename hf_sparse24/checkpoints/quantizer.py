@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import SavedConfig, Sparse24Config, fixed_differences
+from ..extensions import extensions
 from ..facts import MARKER
 from ..module_names import ModuleNames
 from ..packed_format import PACKED_INDEX, PackedFormat
@@ -22,7 +23,6 @@ from ..patching.masters import packed_config, wants_packed_master
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
-from ..peft.bypass import adapters_in
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import sparse_weights, wrong_states
@@ -185,7 +185,8 @@ def save_pretrained(
     first, run = next(iter(sparse_weights(model)), None), sparse_run(model)
     # Transformers writes other tensors than these for adapters, and where it has distributed the model itself.
     is_distributed = getattr(model.config, "distributed_config", None) or (getattr(model, "_tp_size", None) or 1) > 1
-    if first and run and not (is_distributed or kwargs.get("distributed_checkpoint") or adapters_in(model)):
+    is_distributed = is_distributed or kwargs.get("distributed_checkpoint")
+    if first and run and not is_distributed and not extensions.adapters.inside(model):
         state_dict = dict(model.state_dict() if state_dict is None else state_dict)
         state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8)
         # In the architecture's own format experts are split, and fused layers joined, which a method's state cannot be.
@@ -200,7 +201,7 @@ def save_pretrained(
             run.record(marked=False)
 
 
-ownership.MODEL_METHODS["save_pretrained"] = save_pretrained
+extensions.model_methods["save_pretrained"] = save_pretrained
 
 
 def _with_passed(saved: SavedConfig) -> Sparse24Config:

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.manifest import MANIFEST
 from ..checkpoints.replacing import CONFIG
+from ..extensions import extensions
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import is_nm_sparse
 from ..packed_format import check_values
 from ..patching.ownership import unwrap
 from ..patching.report import shown_count
-from ..peft.bypass import adapters_in
 from ..progress import get_logger
 from ..run import SparseRun, sparse_run
 from ..tables import markdown_table, shown_patterns
@@ -140,7 +140,12 @@ def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) ->
 def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None:
     """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
     model = unwrap(model)
-    if sparse_run(model) is None or not isinstance(model, PreTrainedModel) or adapters_in(model) or rank() != 0:
+    if (
+        sparse_run(model) is None
+        or not isinstance(model, PreTrainedModel)
+        or extensions.adapters.inside(model)
+        or rank() != 0
+    ):
         return
     path = Path(directory) / CARD
     card = read_card(path, str(path))

@@ -15,10 +15,8 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.export import WEIGHT_FILES, export_model, unwrapped
 from ..checkpoints.lazy_tensors import NOT_FINITE
-from ..patching.ownership import MODEL_METHODS
+from ..extensions import Hub, extensions
 from ..patching.refusals import reject_non_finite
-from ..peft.bypass import adapters_in
-from ..peft.merging import without_adapters
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
@@ -82,7 +80,7 @@ def push_to_hub(
             way = "call export_model(model, directory) in all of them, then push the directory with `hf upload`"
             raise ValueError(f"{name} is sharded, and one process pushes: {way}")
     reject_non_finite(model.named_parameters(), NOT_FINITE)
-    if (checkpoint or format == "training") and adapters_in(model):
+    if (checkpoint or format == "training") and extensions.adapters.inside(model):
         raise ValueError("a training checkpoint has no PEFT adapters, the model has: PEFT's push_to_hub pushes them")
     if rank() != 0:
         return None
@@ -90,7 +88,7 @@ def push_to_hub(
     card = {"model_id": repo_id, "existing": _card_on_hub(repo_id, token, revision), "tags": tags} | card
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with without_adapters(model) as plain:
+        with extensions.adapters.merged(model) as plain:
             plain = cast(PreTrainedModel, plain)
             if format == "training":
                 plain.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -112,7 +110,16 @@ def _upload_modified_files(model: PreTrainedModel, working_dir: Any, repo_id: st
     return type(model)._upload_modified_files(model, working_dir, repo_id, *args, **kwargs)
 
 
-MODEL_METHODS |= {"push_to_hub": push_to_hub, "_upload_modified_files": _upload_modified_files}
+class _Hub(Hub):
+    def describe_checkpoint(self, model: Any, directory: Any, repo_id: str | None) -> None:
+        describe_checkpoint(model, directory, repo_id)
+
+    def push(self, model: Any, repo_id: str, **options: Any) -> CommitInfo | None:
+        return push_to_hub(model, repo_id, **options)
+
+
+extensions.hub = _Hub()
+extensions.model_methods |= {"push_to_hub": push_to_hub, "_upload_modified_files": _upload_modified_files}
 
 
 def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:

@@ -11,10 +11,10 @@ from sparse24_kernels import apply_mask, pack_nm
 from torch import nn
 
 from ..config import SavedConfig, Sparse24Config
+from ..extensions import extensions
 from ..layers.packed import pack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat
-from ..peft.bypass import adapters_in
 from ..run import SparseRun
 from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import first_of_each, sparse_weights
@@ -46,7 +46,7 @@ def check_masters(model: nn.Module, run: SparseRun) -> None:
     weights = sparse_weights(model)
     if run.config.backend != "auto":
         raise ValueError(f"backend={run.config.backend!r}: master='packed' has dense math only; leave it 'auto'")
-    if adapters_in(model):
+    if extensions.adapters.inside(model):
         raise ValueError("master='packed': the model has adapters already; patch it first, then add them")
     first = first_of_each(weights)
     for name, weight in weights.items():

@@ -5,7 +5,7 @@ runs whenever the whole passes through the library: in `patch_model`, a controll
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -13,13 +13,11 @@ from sparse24_kernels import Pattern
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..extensions import extensions
 from ..packed_format import PackedFormat
 from ..run import SparseRun
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, TRAINED, layer_name, name_without_adapters
-
-MODEL_METHODS: dict[str, Callable] = {}
-"""Functions of a model that a patched one has in place of its class's methods; `hub/push.py` adds them."""
 
 
 def adopt(model: nn.Module) -> SparseRun | None:
@@ -64,7 +62,7 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
         return
     run.owners.add(model)
     if isinstance(model, PreTrainedModel):
-        for name, function in MODEL_METHODS.items():
+        for name, function in extensions.model_methods.items():
             setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
         model.add_model_tags("hf_sparse24")  # for the cards that Transformers, TRL and PEFT write
         if is_dequantized(model):
@@ -105,7 +103,7 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
     if not names:
         if run.facts.packed is not None:
             owner.__dict__.pop("_weight_conversions", None)  # saved as its architecture is, from now on
-        for name in MODEL_METHODS:
+        for name in extensions.model_methods:
             owner.__dict__.pop(name, None)
         if isinstance(owner, PreTrainedModel):
             owner.model_tags = [tag for tag in owner.model_tags or [] if tag != "hf_sparse24"] or None

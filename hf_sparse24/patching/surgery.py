@@ -8,12 +8,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import SavedConfig, Sparse24Config, fixed_differences
+from ..extensions import extensions
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
 from ..layers.sparse_module import choose_class, make_dense
-from ..peft.attaching import attach_adapters
-from ..peft.merging import check_unmerged
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
@@ -64,7 +63,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         return _patch_again(model, run, config)
     reject_wrapped(model)
     reject_quantized(model)
-    check_unmerged(model)
+    extensions.adapters.check_unmerged(model)
     run = SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
     is_pretrained = _loses_weights(candidates, run)
@@ -133,7 +132,7 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
         _reject_doubled_parameters(sparse_weights(model))
         check_masters(model, run)
         write_config(model, run)
-        attach_adapters(model)
+        extensions.adapters.attach(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
             make_dense(weight)
@@ -169,7 +168,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     check_module(model)
     weights = sparse_weights(model, TRAINED)
     if not sparse:
-        check_unmerged(model)
+        extensions.adapters.check_unmerged(model)
     for name, weight in weights.items():
         if is_sharded(weight.master):
             way = "call export_model(model, directory) in all processes, which writes the plain model"

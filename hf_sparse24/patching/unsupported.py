@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
+from ..extensions import extensions
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
-from ..peft.bypass import bypasses_layer, is_adapter
 from ..weights.input_dim import find_input_dim
 from ..weights.sharding import is_sharded
 
@@ -54,14 +54,16 @@ PLAIN = ("FalconLinear",)
 def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
     """Return why `method` cannot prune the weight at a `Place` with this path and parameter, None if it can."""
     (name, module), parent = path[-1], path[-2 if len(path) > 1 else -1][1]  # a model may be one layer
-    if any(part != "base_layer" and is_adapter(around) for (_, around), (part, _) in pairwise(path)):
+    if any(
+        part != "base_layer" and extensions.adapters.is_adapter(around) for (_, around), (part, _) in pairwise(path)
+    ):
         return "an adapter"
     if isinstance(module, SparseModule) and parameter in module.sparse24:
         return None
     weight = cast(Tensor, module._parameters[parameter])
     is_stack = weight.dim() == 3
     class_name, parent_name = type(module).__name__, type(parent).__name__
-    if is_adapter(parent) and (is_stack or bypasses_layer(parent)):
+    if extensions.adapters.is_adapter(parent) and (is_stack or extensions.adapters.bypasses_layer(parent)):
         return f"its adapter ({parent_name}) computes with its weight without calling it"
     is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or class_name in PLAIN
     if not is_stack and not is_plain:

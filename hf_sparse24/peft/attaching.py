@@ -1,6 +1,6 @@
 """Attaching adapters to sparse layers: PEFT's layers get masks, and merges that keep the weight 2:4."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,9 +14,6 @@ from .bypass import adapters_in, is_adapter
 from .masked import has_mask
 from .merging import Unmerged, merge, unmerge
 
-WHEN_ATTACHED: list[Callable[[nn.Module], None]] = []
-"""What is called with a model whose adapters are attached; `tuners` adds the record of their base."""
-
 
 def attach_adapters(model: nn.Module) -> None:
     """Attach every adapter of `model` around a sparse layer, unless it is attached already."""
@@ -24,8 +21,6 @@ def attach_adapters(model: nn.Module) -> None:
         if isinstance(adapter.get_base_layer(), Sparse24Layer | PackedLayer):
             for name in adapter._get_available_adapters():
                 _attach(adapter, name)
-    for finish in WHEN_ATTACHED:
-        finish(model)
 
 
 @contextmanager

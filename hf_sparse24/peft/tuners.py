@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from ..config import SavedConfig
+from ..extensions import ADAPTER_CONFIG
 from ..files import read_json
 from ..methods import method_class
 from ..methods.base import DENSE_PHASE
@@ -36,13 +37,12 @@ from ..run import patched_config, set_phase, sparse_run
 from ..weights.sharding import whole
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, Storage, name_without_adapters
-from .attaching import WHEN_ATTACHED, attaching
+from .attaching import attaching
 from .bypass import adapters_in, check_adapters
 from .merging import check_mergeable
 
 logger = get_logger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
 KEY = "sparse24"
 MASKED_TYPE = "LORA (import hf_sparse24, version 0.2 or later, before you load this adapter)"
 """The `peft_type` in the files of an adapter with masked layers, by which they are read: it stays as it is."""
@@ -242,7 +242,6 @@ def register_tuners() -> None:
     # What is made of a file with this type is a plain LoraConfig, which sets its `peft_type` itself.
     configs: Any = mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     configs[MASKED_TYPE] = configs["LORA"]
-    WHEN_ATTACHED[:] = [record_late]
     # The tuner that mixes others is in no registry: `get_peft_model(..., mixed=True)` takes it by its name.
     mixed: Any = mixed_model
     if not issubclass(mixed.MixedModel, SparseAware):

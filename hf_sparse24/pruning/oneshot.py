@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
+from ..extensions import extensions
 from ..methods import ONESHOT_METHOD
 from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
-from ..peft.bypass import adapters_in
 from ..progress import Progress, get_logger
 from ..run import patched_config, set_phase, sparse_run
 from ..weights.sparse_weight import SparseWeight, sparse_weights
@@ -113,7 +113,7 @@ def oneshot(
         config = lowest(config, criterion, budget)
     if patched_config(model) is not None:
         raise ValueError("the model is already patched; call unpatch_model(model) first")
-    if adapters_in(model):
+    if extensions.adapters.inside(model):
         raise ValueError("the model has adapters: prune the base before it gets them, or after merge_and_unload()")
     if isinstance(data, Mapping | Tensor):
         raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy
 
-from ..hub.card import describe_checkpoint
+from ..extensions import extensions
 from ..methods.base import DENSE_PHASE
 from ..patching.ownership import adopt
 from ..progress import get_logger
@@ -112,7 +112,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             def make_true_card(*args: Any, **kwargs: Any) -> None:
                 """`Trainer.push_to_hub` calls it before it uploads, and TRL before it saves."""
                 make_card(*args, **kwargs)
-                describe_checkpoint(trainer.model, trainer.args.output_dir, trainer.hub_model_id)
+                extensions.hub.describe_checkpoint(trainer.model, trainer.args.output_dir, trainer.hub_model_id)
 
             trainer._load_optimizer_and_scheduler = load_and_tell  # type: ignore[method-assign]
             trainer.create_model_card = make_true_card  # type: ignore[method-assign]
@@ -189,7 +189,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self._trainer is not None and args.push_to_hub and args.hub_strategy != HubStrategy.END:
-            describe_checkpoint(kwargs["model"], args.output_dir, self._trainer.hub_model_id)
+            extensions.hub.describe_checkpoint(kwargs["model"], args.output_dir, self._trainer.hub_model_id)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is None:

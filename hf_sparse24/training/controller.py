@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..extensions import extensions
 from ..facts import check_phase
 from ..methods import StepContext
 from ..methods.base import DENSE_PHASE
 from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
-from ..peft.attaching import attach_adapters
-from ..peft.bypass import adapters_in, check_adapters
 from ..progress import get_logger
 from ..run import SparseRun, set_phase
 from ..weights.sharding import rank
@@ -264,9 +263,9 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
         way += ", or ddp_broadcast_buffers=False to a Trainer"
         logger.warning(f"DDP copies masks and scales in every forward pass, and weights are pruned again: {way}")
     model = unwrap(model)
-    attach_adapters(model)  # those that PEFT has not found by its registry
-    check_adapters(model)
-    if any(weight.storage.is_split for weight in sparse_weights(model).values()) and adapters_in(model):
+    extensions.adapters.attach(model)  # those that PEFT has not found by its registry
+    extensions.adapters.check(model)
+    if any(weight.storage.is_split for weight in sparse_weights(model).values()) and extensions.adapters.inside(model):
         raise ValueError("tensor parallelism splits weights below adapters: use FSDP2 or DDP with adapters")
     run = adopt(model)
     if run is None:

@@ -17,11 +17,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
+from ..extensions import ADAPTER_CONFIG, extensions
 from ..facts import MARKER
 from ..files import read_json
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
-from ..peft.tuners import ADAPTER_CONFIG, recorded_config
 from ..progress import get_logger
 from ..run import set_phase, sparse_run
 from ..weights.sharding import is_sharded
@@ -99,7 +99,7 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
 def saved_config(checkpoint: str | Path) -> SavedConfig | None:
     """The config of the patched model, or of the one below an adapter, that a Trainer saved; None without one."""
     model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / OWN_CONFIG
-    saved = recorded_config(checkpoint)
+    saved = extensions.adapters.recorded_config(checkpoint)
     if model_config.is_file():
         saved = read_json(model_config).get("quantization_config")
     elif own.is_file():
@@ -112,7 +112,11 @@ def saved_config(checkpoint: str | Path) -> SavedConfig | None:
 def save_config(model: nn.Module, checkpoint: str | Path) -> None:
     """Write the config of a patched model where what was saved of the model has none."""
     run = sparse_run(model)
-    if run is not None and not (Path(checkpoint) / CONFIG).exists() and recorded_config(checkpoint) is None:
+    if (
+        run is not None
+        and not (Path(checkpoint) / CONFIG).exists()
+        and extensions.adapters.recorded_config(checkpoint) is None
+    ):
         text = json.dumps(run.saved.to_dict(), indent=2) + "\n"
         (Path(checkpoint) / OWN_CONFIG).write_text(text, encoding="utf-8")
 

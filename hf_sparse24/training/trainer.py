@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from huggingface_hub import CommitInfo
 from torch import nn, optim
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.modelcard import extract_hyperparameters_from_trainer
@@ -14,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from ..config import Sparse24Config
-from ..hub.push import push_to_hub
+from ..extensions import extensions
 from ..methods import step_param_groups
 from ..methods.masked_decay import AUTO
 from ..patching.report import PRETRAINED, PatchReport
@@ -202,7 +201,7 @@ class Sparse24Trainer(Trainer):
 
     def push_to_hub(  # type: ignore[override]  # fewer by position
         self, commit_message: str | None = "End of training", **options: Any
-    ) -> CommitInfo | None:
+    ) -> Any:
         """Save the model to the output directory, and push its export with a model card.
 
         A model that is not patched, or is a `PeftModel`, is pushed as by `Trainer`.
@@ -226,7 +225,7 @@ class Sparse24Trainer(Trainer):
             self.init_hf_repo(token=asked["token"], **private)
         self.save_model(_internal_call=True)
         self._finish_current_push()
-        return push_to_hub(model, str(self.hub_model_id), **asked)
+        return extensions.hub.push(model, str(self.hub_model_id), **asked)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Before files of another method are loaded. The callback does the same after, with all engines.

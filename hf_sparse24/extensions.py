@@ -1,0 +1,73 @@
+"""The seam between the core and the outer ring: the questions that the core asks about adapters and the Hub.
+
+The core imports no file of the outer ring, no PEFT and no huggingface_hub. `hf_sparse24.peft` and `hf_sparse24.hub`
+register their answers when `hf_sparse24` is imported. Until then no module is an adapter, and nothing is shared.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class Adapters:
+    """Answers where no adapters exist; `peft.PeftAdapters` has those for PEFT's.
+
+    An adapter is a module that PEFT puts around a `base_layer`.
+    """
+
+    def is_adapter(self, module: nn.Module) -> bool:
+        """Whether a module is an adapter."""
+        return False
+
+    def inside(self, model: nn.Module) -> list[Any]:
+        """The adapters in a model."""
+        return [module for module in model.modules() if self.is_adapter(module)]
+
+    def bypasses_layer(self, adapter: nn.Module) -> bool:
+        """Whether an adapter reads the weight of its `base_layer`, or never calls that layer."""
+        return False
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the adapters around sparse layers act through their masks, and merge into weights that stay N:M."""
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError where an adapter computes with the dense weight of a sparse layer."""
+
+    def check_unmerged(self, model: nn.Module) -> None:
+        """Raise ValueError where an adapter is merged."""
+
+    def merged(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """A context in which the active adapters are merged, and which gets the base model."""
+        return nullcontext(model)
+
+    def recorded_config(self, directory: str | Path) -> Any:
+        """The `Sparse24Config` in the files of an adapter, as a dict; None where they have none."""
+        return None
+
+
+class Hub:
+    """Answers where nothing is shared; `hub.push` registers those with a model card and huggingface_hub."""
+
+    def describe_checkpoint(self, model: Any, directory: Any, repo_id: str | None) -> None:
+        """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
+
+    def push(self, model: Any, repo_id: str, **options: Any) -> Any:
+        """Upload the export of a model, and return where the commit is."""
+        raise RuntimeError(f"cannot push to {repo_id!r}: import hf_sparse24, which registers hf_sparse24.hub")
+
+
+class Extensions:
+    """The registered answers. `model_methods` are functions of a model, which a patched one has in place of methods."""
+
+    def __init__(self) -> None:
+        self.adapters = Adapters()
+        self.hub = Hub()
+        self.model_methods: dict[str, Callable] = {}
+
+
+extensions = Extensions()
