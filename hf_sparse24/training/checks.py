@@ -48,7 +48,7 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
         raise ValueError(f"cpu_ram_efficient_loading=True: accelerate does not send {state[0]!r}; set {way}")
 
 
-def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, Any]) -> None:
+def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, object]) -> None:
     """Raise ValueError, on every process, where settings, names of sparse weights, or masks and scales differ.
 
     All processes must call it. `settings` are values by name that can be pickled.
@@ -75,7 +75,7 @@ def _hash(tensor: Tensor) -> int:
     return hash(tuple(torch.hash_tensor(rows, dim=1).tolist())) if rows.numel() else 0
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 

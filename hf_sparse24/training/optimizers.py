@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..methods import Piece, SparseMethod
 from ..progress import get_logger
@@ -18,19 +19,21 @@ logger = get_logger(__name__)
 
 def followed(optimizer: Any, method: SparseMethod) -> Any:
     """The optimizer without accelerate's wrapper, since a method knows its own by class; DeepSpeed's as a
-    `ZeroOptimizer`."""
+    `ZeroOptimizer`. ValueError: it cannot be followed."""
     if not is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         optimizer = getattr(optimizer, "optimizer", optimizer)
-    return ZeroOptimizer(optimizer, method) if is_deepspeed(optimizer) else optimizer
-
-
-def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
-    """Raise ValueError if the optimizer cannot be followed, or lacks a trainable part of a sparse weight."""
-    if not isinstance(optimizer, torch.optim.Optimizer | ZeroOptimizer):
+    if is_deepspeed(optimizer):
+        return ZeroOptimizer(optimizer, method)
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
     if hasattr(optimizer, "fused_backward"):
         way = "it updates weights within backward, before masked decay and without steps to follow"
         raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW, or another that updates in step()")
+    return optimizer
+
+
+def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer | ZeroOptimizer) -> None:
+    """Raise ValueError if the optimizer lacks a trainable part of a sparse weight."""
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
         # FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later.
@@ -47,17 +50,15 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: Any) -> None
                 raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}")
 
 
-def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: Any) -> None:
+def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer | ZeroOptimizer) -> None:
     """Warn if Adam's learning rate is below half a ULP of bf16 or fp16 masters: its updates round away."""
-    if isinstance(optimizer, ZeroOptimizer):  # which has fp32 masters
-        return
     names = {id(weight.master): name for name, weight in weights.items() if weight.master.dtype.itemsize < 4}
-    for group in optimizer.param_groups:
-        # A warm-up begins below `initial_lr`; Adafactor may have no rate.
+    if isinstance(optimizer, ZeroOptimizer):
+        return  # it has fp32 masters
+    for group in (group for group in optimizer.param_groups if "betas" in group):
+        # A warm-up begins below `initial_lr`.
         rate = float(group.get("initial_lr", group.get("lr")) or 0)
-        for parameter in group["params"] if "betas" in group else ():
-            if id(parameter) not in names:
-                continue
+        for parameter in (parameter for parameter in group["params"] if id(parameter) in names):
             size = local(parameter.detach()).float().abs().mean()
             if size * torch.finfo(parameter.dtype).eps / 4 > rate:
                 lost = f"a step changes most entries of {names[id(parameter)]} by nothing"
@@ -86,7 +87,9 @@ class TorchOptimizer:
             pieces.append(Piece(name, values, gradient, float(rate or 0), partial(mask, name)))
         return pieces
 
-    def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+    def follow(
+        self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]
+    ) -> list[RemovableHandle]:
         """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
         that the optimizer is not going to take does not count. torch's handles end it."""
 
@@ -107,7 +110,7 @@ class TorchOptimizer:
             if closure is None:
                 return final_gradients()
 
-            def and_final_gradients() -> Any:  # they are made within the step
+            def and_final_gradients() -> object:  # they are made within the step
                 loss = closure()
                 final_gradients()
                 return loss
@@ -116,7 +119,7 @@ class TorchOptimizer:
                 return (args[0], and_final_gradients, *args[2:]), kwargs
             return args, kwargs | {"closure": and_final_gradients}
 
-        def post_hook(*_: Any) -> None:
+        def post_hook(*_: object) -> None:
             if self._takes_step:
                 self._takes_step = False
                 after()

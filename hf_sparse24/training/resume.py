@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
-from ..extensions import ADAPTER_CONFIG, extensions
+from ..extensions import extensions
 from ..facts import MARKER
 from ..files import read_json
 from ..methods.masked_decay import AUTO
@@ -33,7 +33,6 @@ CONFIG = "config.json"
 OWN_CONFIG = "sparse24_config.json"  # where neither a `config.json` nor an adapter's record of its base has the config
 
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
-_ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin", "pytorch_model*.bin")
 _TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
 
 
@@ -62,33 +61,27 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
     root = Path(checkpoint)
     if not (root / TRAINER_STATE_NAME).is_file():
         return f"{TRAINER_STATE_NAME}, which is written last, is missing"
-    for name in (TRAINER_STATE_NAME, CONFIG, ADAPTER_CONFIG, OWN_CONFIG):
-        if (root / name).is_file():
-            try:
-                read_json(root / name)
-            except ValueError:
-                return f"{name} is cut short or damaged"
     weights = [path for path in root.rglob("*") if _WEIGHTS.fullmatch(path.name)]
-    for index in root.glob("*model*.index.json"):
-        try:
-            named = set(read_json(index)["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            return f"{index.name} is cut short or damaged"
-        missing = sorted(named - {path.name for path in weights})
-        if missing:
-            return f"{missing[0]} is missing"
+    try:
+        for index in root.glob("*model*.index.json"):
+            missing = sorted({*read_json(index)["weight_map"].values()} - {path.name for path in weights})
+            if missing:
+                return f"{missing[0]} is missing"
+    except (ValueError, KeyError, AttributeError):
+        return f"{index.name} is cut short or damaged"
     if not weights:
         return "it has no weights"
-    for path in weights:
-        if path.suffix == ".safetensors":
-            try:
+    for path in root.rglob("*"):
+        try:
+            if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):  # compares the length of the file with its header
                     pass
-            except SafetensorError as error:
-                return f"{path.name} is cut short or damaged ({error})"
-    for path in (path for pattern in _ZIPPED for path in root.glob(pattern)):
-        if not zipfile.is_zipfile(path):  # its directory stands at the end
+            elif path.name == TRAINER_STATE_NAME or path.name.endswith("config.json"):
+                read_json(path)
+        except (SafetensorError, ValueError):
             return f"{path.name} is cut short or damaged"
+        if path.suffix in (".pt", ".pth", ".bin") and path.parent == root and not zipfile.is_zipfile(path):
+            return f"{path.name} is cut short or damaged"  # its directory stands at the end
     # None of these with save_only_model; DeepSpeed has its own.
     absent = [pattern for pattern in _TOGETHER if not any(root.glob(pattern))]
     if 0 < len(absent) < len(_TOGETHER) and not any(root.glob("global_step*")):

@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -45,19 +45,19 @@ _LAYER = "flip_rate/"
 
 
 class RunLog:
-    """Writes the log of a run. A fresh run replaces the file; a resumed one keeps the lines up to its first step.
-
-    A file that cannot be written costs a warning, never the run.
-    """
+    """Writes the log of a run. A fresh run replaces the file; a resumed one keeps the lines up to its first step."""
 
     def __init__(self, args: TrainingArguments, state: TrainerState, controller: Sparse24Controller):
         self.path = Path(str(args.output_dir)) / RUN_LOG
         self.device = args.device
         weights = first_of_each(controller.weights)
         self.layers = {layer_name(name): weight.parameter.numel() for name, weight in weights.items()}
-        self._is_writable = True
         self._step, self._seconds, self._last = state.global_step, 0.0, time.perf_counter()
-        self._try(self._begin, self._start_line(args, controller))
+        kept = [line for line, step, _ in read_lines(self.path) if self._step and step <= self._step]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(self.path) as part:
+            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._append(self._start_line(args, controller))
 
     def after_step(self) -> None:
         now = time.perf_counter()
@@ -78,18 +78,18 @@ class RunLog:
         self._step, self._seconds = step, 0.0
         return found
 
-    def write(self, step: int, logs: Mapping[str, Any]) -> None:
-        line: dict[str, Any] = {"step": step, "time": round(time.time(), 1)}
+    def write(self, step: int, logs: Mapping[str, object]) -> None:
+        line: dict[str, object] = {"step": step, "time": round(time.time(), 1)}
         line |= {name: value for name, value in logs.items() if is_number(value) and not name.startswith(_LAYER)}
         if any(name.startswith(_LAYER) for name in logs):
             line["flip_rates"] = [logs.get(f"{_LAYER}{name}") for name in self.layers]
-        self._try(self._append, line)
+        self._append(line)
 
-    def _start_line(self, args: TrainingArguments, controller: Sparse24Controller) -> dict[str, Any]:
+    def _start_line(self, args: TrainingArguments, controller: Sparse24Controller) -> dict[str, object]:
         device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else platform.machine()
         return {
             "step": self._step,
-            "time": int(10 * time.time()) / 10,  # never later than the run's first checkpoint: `read_run` compares them
+            "time": int(10 * time.time()) / 10,  # never later than the run's first checkpoint
             "layers": self.layers,
             "parameters": sum(parameter.numel() for parameter in controller.model.parameters()),
             "config": controller.run.config.to_dict(),
@@ -102,31 +102,15 @@ class RunLog:
             },
         }
 
-    def _append(self, line: str) -> None:
+    def _append(self, entry: Mapping[str, object]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line)
-
-    def _begin(self, start: str) -> None:
-        """Replace the file by its lines up to this start, and the start."""
-        kept = [line for line, step, _ in read_lines(self.path) if self._step and step <= self._step]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.path) as part:
-            part.write_text("".join([*(f"{line}\n" for line in kept), start]), encoding="utf-8")
-
-    def _try(self, write: Callable[[str], None], entry: dict[str, Any]) -> None:
-        if not self._is_writable:
-            return
-        try:
-            write(f"{json.dumps(entry, default=str)}\n")
-        except OSError as error:
-            self._is_writable = False  # a line after one that was cut would not be read
-            logger.warning(f"{self.path} cannot be written ({error}): `hf-sparse24 report` will lack what it records")
+            file.write(f"{json.dumps(entry, default=str)}\n")
 
 
 class ConsoleFilter(TrainerCallback):
     """Stands between the trackers and the console, which would print a number for each layer."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs: Any):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         for name in [name for name in logs if name.startswith(_LAYER) or name in (SPEED, MEMORY)]:
             del logs[name]
 
@@ -165,14 +149,9 @@ def peak_memory(device: torch.device) -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _given(args: TrainingArguments) -> dict[str, Any]:
+def _given(args: TrainingArguments) -> dict[str, object]:
     """Changed arguments that can be shared: numbers, and text without a path. Mappings may hold secrets."""
     defaults = {field.name: field.default for field in fields(args)}
-    return {
-        name: value
-        for name, value in args.to_dict().items()
-        if isinstance(value, str | int | float)
-        and value != defaults.get(name)
-        and not name.endswith("_token")
-        and not re.search(r"[/\\]", str(value))
-    }
+    given = {name: value for name, value in args.to_dict().items() if isinstance(value, str | int | float)}
+    hidden = [name for name, value in given.items() if name.endswith("_token") or re.search(r"[/\\]", str(value))]
+    return {name: x for name, x in given.items() if x != defaults.get(name) and name not in hidden}

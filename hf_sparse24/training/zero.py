@@ -9,13 +9,25 @@ In the end every process gets all pieces. So gradients are final group by group,
 The attributes of DeepSpeed's classes used here are in 0.19.8, the version of the tests.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from ..methods import Piece, SparseMethod
+from ..methods.masked_adamw import Group
 from ..weights.sparse_weight import SparseWeight, first_of_each
+
+
+class DeepSpeedZero(Protocol):
+    """DeepSpeed's `DeepSpeedZeroOptimizer`: its optimizer below, and per group the flat piece and the model's
+    Parameters."""
+
+    optimizer: torch.optim.Optimizer
+    single_partition_of_fp32_groups: Sequence[Tensor]
+    bit16_groups: Sequence[Sequence[Tensor]]
+    step: Callable[..., object]
 
 
 class ZeroOptimizer:
@@ -24,7 +36,7 @@ class ZeroOptimizer:
     ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
     """
 
-    def __init__(self, zero: Any, method: SparseMethod):
+    def __init__(self, zero: DeepSpeedZero, method: SparseMethod):
         if type(zero).__name__ != "DeepSpeedZeroOptimizer":
             way = "use ZeRO-1 or ZeRO-2 (without data_types.grad_accum_dtype and zenflow), or FSDP2"
             raise ValueError(f"DeepSpeed's {type(zero).__name__} is not supported: {way}")
@@ -32,7 +44,7 @@ class ZeroOptimizer:
         self.zero = zero
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         """The groups of the optimizer below, with the model's Parameters; within its step, the group that it takes."""
         owners = zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups)
         parameters = {id(flat): held for flat, held in owners}
@@ -48,7 +60,9 @@ class ZeroOptimizer:
             if id(weight.master) in ids and _mapping(weight) is not None
         ]
 
-    def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Any]:
+    def follow(
+        self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]
+    ) -> "list[ZeroOptimizer]":
         """Call `before` and `after` around each step, and `change` when the gradients of a group are final. A step that
         ZeRO skips because gradients have overflowed does not count.
 
@@ -56,14 +70,14 @@ class ZeroOptimizer:
         """
         zero, take_step, has_begun = self.zero, self.zero.step, False
 
-        def before_group(*_: Any) -> None:
+        def before_group(*_: object) -> None:
             nonlocal has_begun
             if not has_begun:
                 has_begun = True
                 before()
             change()
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: object, **kwargs: object) -> object:
             nonlocal has_begun
             has_begun = False
             result = take_step(*args, **kwargs)
@@ -89,11 +103,11 @@ def check_method(method: SparseMethod) -> None:
         raise ValueError(f"method {method.name!r} {why}; use DDP or FSDP2")
 
 
-def is_deepspeed(optimizer: Any) -> bool:
+def is_deepspeed(optimizer: object) -> bool:
     return type(optimizer).__module__.startswith("deepspeed.runtime")
 
 
-def _piece(name: str, weight: SparseWeight, flat: Any, learning_rate: float) -> Piece:
+def _piece(name: str, weight: SparseWeight, flat: Tensor, learning_rate: float) -> Piece:
     """This process's fp32 piece of a weight, in the piece `flat` of its group, whose gradient is final."""
     mapping = _mapping(weight)
     in_weight, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
@@ -102,8 +116,8 @@ def _piece(name: str, weight: SparseWeight, flat: Any, learning_rate: float) -> 
         # Never packed: a piece may begin within a byte. On the CPU where the optimizer is offloaded.
         return weight.mask().flatten().narrow(0, in_weight.start, in_weight.numel).to(flat.device)
 
-    values = flat.detach().narrow(0, in_flat.start, in_flat.numel)
-    return Piece(name, values, flat.grad.narrow(0, in_flat.start, in_flat.numel), learning_rate, mask)
+    values, gradient = (x.detach().narrow(0, in_flat.start, in_flat.numel) for x in (flat, cast(Tensor, flat.grad)))
+    return Piece(name, values, gradient, learning_rate, mask)
 
 
 def _mapping(weight: SparseWeight) -> Any:
@@ -111,6 +125,6 @@ def _mapping(weight: SparseWeight) -> Any:
     return weight.parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed adds it to Parameters
 
 
-def _flat(group: dict[str, Any]) -> Any:
+def _flat(group: Group) -> Tensor:
     (flat,) = group["params"]
     return flat

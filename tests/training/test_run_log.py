@@ -166,23 +166,6 @@ def test_a_fresh_run_replaces_the_file(tmp_path):
     assert len(found.starts) == 1 and list(found.history) == [1, 2]
 
 
-def warnings_of(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if RUN_LOG in record.getMessage()]
-
-
-def test_a_file_that_cannot_be_written_any_more_costs_one_warning(tmp_path, caplog):
-    class Breaks(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                (tmp_path / RUN_LOG).rename(tmp_path / "kept")
-                (tmp_path / RUN_LOG).mkdir()
-
-    run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset(), callbacks=[Breaks()])
-    run.train()
-    assert run.state.global_step == 4 and len(warnings_of(caplog)) == 1
-    assert [step for _, step, _ in read_lines(tmp_path / "kept")] == [0, 1, 2]
-
-
 def test_other_processes_compute_and_do_not_write(tmp_path, monkeypatch):
     """Where weights are sharded, metrics are computed by all processes together."""
     calls = []
