@@ -3,7 +3,7 @@
     python recipes/lora.py recipes/finetune/lora.yaml --dataset my_texts/
     python recipes/lora.py recipes/finetune/lora.yaml recipes/finetune/lora-toy.yaml      # a minute, on local data
 
-The base is a 2:4 checkpoint, or an ordinary one whose weights have 2:4 zeros; `recipes/oneshot.py` makes one of a dense
+The base is a 2:4 checkpoint, or an ordinary one whose weights have 2:4 zeros; `hf-sparse24 prune` makes one of a dense
 model. The adapter is in `output_dir`, the merged model in `output_dir/merged`. `--method dense` is the control run:
 LoRA on a dense model.
 """
@@ -85,7 +85,7 @@ def patch_sparse_base(model: PreTrainedModel, config: Sparse24Config) -> None:
         raise UsageError(
             f"{len(dense)} of {len(weights)} weights that target_modules names are dense, such as {dense[0]}, and an "
             f"adapter does not make up for pruning them; take a model that is {config.pattern} sparse "
-            f"(recipes/oneshot.py makes one), or name its sparse layers"
+            f"(hf-sparse24 prune makes one), or name its sparse layers"
         )
 
 

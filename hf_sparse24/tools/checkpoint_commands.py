@@ -23,9 +23,8 @@ from ..patching.surgery import patch_model
 from ..progress import Progress, count, duration
 from ..weights.sparse_weight import sparse_weights
 from . import print_table
-from .models import WEIGHTS, check_destination, local_files, read_model
+from .models import OF_A_TOKENIZER, WEIGHTS, check_destination, local_files, read_model
 
-_OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
 _OF_A_MODEL = ["config.json", "generation_config.json", "*.index.json", "sparse24*.json", "adapter_*.json"]
 _OF_A_MODEL += ["trainer_state.json", "*_results.json"]
 
@@ -33,7 +32,7 @@ _OF_A_MODEL += ["trainer_state.json", "*_results.json"]
 def export(options: argparse.Namespace) -> int:
     """Export a training checkpoint, or a dense export again, with its tokenizer."""
     check_destination(options.directory)  # before anything is downloaded or loaded
-    source = local_files(options.checkpoint, [*WEIGHTS, *_OF_A_TOKENIZER])
+    source = local_files(options.checkpoint, [*WEIGHTS, *OF_A_TOKENIZER])
     empty, own = read_model(source)  # a wrong value of the config is told before weights are read
     is_dense = not own and (source / MANIFEST).exists()
     is_packed = "packed" in own and own.get("master") != "packed"
@@ -79,7 +78,7 @@ def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None
     """Write a model to a directory, copy the tokenizer's files, and print what was written."""
     directory = options.directory
     write(directory=directory, max_shard_size=options.max_shard_size)
-    others = [path for pattern in _OF_A_TOKENIZER for path in source.glob(pattern)]
+    others = [path for pattern in OF_A_TOKENIZER for path in source.glob(pattern)]
     others = [path for path in others if not any(path.match(pattern) for pattern in _OF_A_MODEL)]
     for path in others:
         copy = Path(directory) / path.relative_to(source)

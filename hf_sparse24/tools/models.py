@@ -15,6 +15,7 @@ from ..config import SavedConfig
 from ..tables import shown
 
 WEIGHTS = ("*.safetensors", "*.json")
+OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
 _TYPES = {"model_type": str, "architectures": list, "quantization_config": dict, "transformers_weights": str}
 
 

@@ -7,6 +7,7 @@ export is verified. The defaults were measured on SmolLM2-135M (docs/measured/pr
 """
 
 import argparse
+import hashlib
 import logging
 import math
 import os
@@ -27,7 +28,7 @@ from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainerState, 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from ..checkpoints.export import export_model, make_fingerprint
+from ..checkpoints.export import export_model
 from ..files import locked, read_json, written_whole
 from ..hub.card import CARD, read_card, write_model_card
 from ..progress import Progress, get_logger, is_watched
@@ -39,7 +40,8 @@ from ..training.callback import Sparse24Callback
 from ..training.distillation import DistillationConfig, distill
 from ..training.resume import last_whole_checkpoint
 from .checkpoint_commands import verify_checkpoint
-from .prune_plan import Plan
+from .models import OF_A_TOKENIZER, WEIGHTS
+from .prune_job import PruneJob
 
 logger = get_logger(__name__)
 
@@ -54,84 +56,96 @@ def prune(options: argparse.Namespace) -> int:
     if not is_watched():
         disable_progress_bar()
     set_seed(options.seed)
-    plan = Plan(options)
-    print(plan, flush=True)
-    dense = _load(plan, options.model, torch.bfloat16)  # of fp32, a teacher would be cast at every step
-    _claim(plan, dense)
-    with locked(plan.work, f"another process works in {plan.work}: wait for it, or name another output"):
-        return _run(plan, dense)
+    job = PruneJob(options)
+    print(job, flush=True)
+    dense = _load(job, options.model, torch.bfloat16)  # of fp32, a teacher would be cast at every step
+    _claim(job)
+    with locked(job.work, f"another process works in {job.work}: wait for it, or name another output"):
+        return _run(job, dense)
 
 
-def _run(plan: Plan, dense: Any) -> int:
-    options = plan.options
-    metrics = {"dense": measure(plan, "dense", dense, dense)}
-    _prune(plan, dense, plan.work / "pruned")
-    model = _load(plan, plan.work / "pruned", torch.float32)  # as after an interruption
-    if plan.steps:
-        metrics["pruned"] = measure(plan, "pruned", model, dense)
-        model = _train(plan, model, dense)
+def _run(job: PruneJob, dense: Any) -> int:
+    options = job.options
+    metrics = {"dense": measure(job, "dense", dense, dense)}
+    _prune(job, dense, job.work / "pruned")
+    model = _load(job, job.work / "pruned", torch.float32)  # as after an interruption
+    if job.steps:
+        metrics["pruned"] = measure(job, "pruned", model, dense)
+        model = _train(job, model, dense)
         if hasattr(dense.config, "use_cache"):  # which a Trainer turns off
             model.config.use_cache = dense.config.use_cache
-    export_model(model.to(plan.dtype), options.output, options.format, values=options.values)
-    AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)  # plan's cuts texts off by now
-    last = "trained" if plan.steps else "pruned"
-    metrics[last] = measure(plan, last, _load(plan, options.output, "auto"), dense)
-    _write_card(plan, model, metrics)
+    export_model(model.to(job.dtype), options.output, options.format, values=options.values)
+    AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)  # job's cuts texts off by now
+    last = "trained" if job.steps else "pruned"
+    metrics[last] = measure(job, last, _load(job, options.output, "auto"), dense)
+    _write_card(job, model, metrics)
     status = verify_checkpoint(argparse.Namespace(checkpoint=options.output))
     rows = [[name, *(f"{value:.4f}" for value in found.values())] for name, found in metrics.items()]
     print(f"\n{text_table([['model', *metrics['dense']], *rows])}\n")
-    if plan.steps:
+    if job.steps:
         print("The dense model was not trained on this text: the difference is not what sparsity costs.\n")
         if metrics["trained"]["loss"] > metrics["pruned"]["loss"]:
             print("The export is worse than the model before training: give more text, or --tokens 0.\n")
-    print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {plan.cls.__name__}")
-    print(f"model = {plan.cls.__name__}.from_pretrained({options.output!r})", flush=True)
+    print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {job.cls.__name__}")
+    print(f"model = {job.cls.__name__}.from_pretrained({options.output!r})", flush=True)
     if options.format == "dense":
         print(f"# to train it further and keep its zeros, with adapters too: see {options.output}/{CARD}", flush=True)
     if status == 0:
-        _remove(plan.work)
+        _remove(job.work)
     return status
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder. After Ctrl-C none of its name is left, which the next run would go on from."""
+    """Delete a folder. It is renamed first: no run resumes from half a folder."""
     done = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     os.replace(folder, done / "done")
     shutil.rmtree(done)
 
 
-def _load(plan: Plan, source: Any, dtype: Any) -> Any:
-    return plan.cls.from_pretrained(source, dtype=dtype).to(plan.device)
+def _load(job: PruneJob, source: Any, dtype: Any) -> Any:
+    return job.cls.from_pretrained(source, dtype=dtype).to(job.device)
 
 
-def _claim(plan: Plan, dense: Any) -> None:
+def _claim(job: PruneJob) -> None:
     """Make the folder of what is finished. ValueError: it is of another run."""
-    settings = {"model": make_fingerprint({}, {}, dense.state_dict().items()), "text": plan.text, "device": plan.device}
-    settings |= {name: getattr(plan.options, name) for name in ("pattern", "budget", "seed")} | plan.tokens
-    file = plan.work / "run.json"
+    settings = {"model": _hash_of_files(job), "text": job.text, "device": job.device}
+    settings |= {name: getattr(job.options, name) for name in ("pattern", "budget", "seed")} | job.tokens
+    file = job.work / "run.json"
     if file.exists():
         theirs = read_json(file)
         others = [name for name, value in settings.items() if theirs.get(name) != value]
         if others:
             way = "give the same arguments, or delete it"
-            raise ValueError(f"{plan.work} is of a run that differs in {', '.join(others)}: {way}")
-        print(f"going on from {plan.work}", flush=True)
-    elif plan.work.exists() and any(plan.work.iterdir()):
-        raise ValueError(f"{plan.work} is in the way, and is of no run of this command: name another output")
+            raise ValueError(f"{job.work} is of a run that differs in {', '.join(others)}: {way}")
+        print(f"going on from {job.work}", flush=True)
+    elif job.work.exists() and any(job.work.iterdir()):
+        raise ValueError(f"{job.work} is in the way, and is of no run of this command: name another output")
     write_json(file, settings)
 
 
+def _hash_of_files(job: PruneJob) -> str:
+    """A hash of all bytes of the model's weights, configs and tokenizer; of a model on the Hub, its commit."""
+    if not os.path.isdir(job.options.model):
+        return job.source.name  # a snapshot's folder has the name of the commit
+    paths = {path for pattern in (*WEIGHTS, "*.bin", *OF_A_TOKENIZER) for path in job.source.glob(pattern)}
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        with path.open("rb") as file:
+            found.update(f"{path.relative_to(job.source)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return found.hexdigest()
+
+
 @torch.no_grad()
-def measure(plan: Plan, name: str, model: Any, dense: Any) -> dict[str, float]:
+def measure(job: PruneJob, name: str, model: Any, dense: Any) -> dict[str, float]:
     """Metrics on held-out text: the loss in nats per predicted token and the perplexity; of an encoder, which predicts
     none, the mean cosine of its and `dense`'s hidden states."""
     total, count, generator = 0.0, 0, torch.Generator().manual_seed(0)
-    progress = Progress(f"measuring the {name} model", len(plan.held_out), "block", logger.info)
-    with torch.autocast(plan.device, torch.bfloat16), evaluating(model), progress:
-        for rows in plan.held_out.split(plan.batch_size):
-            batch = {name: ids.to(plan.device) for name, ids in _batch(plan, rows, generator).items()}
+    progress = Progress(f"measuring the {name} model", len(job.held_out), "block", logger.info)
+    with torch.autocast(job.device, torch.bfloat16), evaluating(model), progress:
+        for rows in job.held_out.split(job.batch_size):
+            batch = {name: ids.to(job.device) for name, ids in _batch(job, rows, generator).items()}
             number = int((batch["labels"] != IGNORED).sum())
-            if plan.kind == "encoder":
+            if job.kind == "encoder":
                 states = [one.base_model(batch["input_ids"]).last_hidden_state.float() for one in (model, dense)]
                 value = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
             else:
@@ -140,28 +154,28 @@ def measure(plan: Plan, name: str, model: Any, dense: Any) -> dict[str, float]:
                 total, count = total + value.item() * number, count + number
             progress.update(len(rows))
     mean = total / max(count, 1)
-    found = {"cosine to dense": mean} if plan.kind == "encoder" else {"loss": mean, "perplexity": math.exp(mean)}
+    found = {"cosine to dense": mean} if job.kind == "encoder" else {"loss": mean, "perplexity": math.exp(mean)}
     print(f"{name}: {', '.join(f'{what} {value:.4f}' for what, value in found.items())} on held-out text", flush=True)
     return found
 
 
-def _batch(plan: Plan, rows: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+def _batch(job: PruneJob, rows: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """Inputs and labels: all tokens, or those that are hidden from a masked model."""
-    if plan.kind != "masked":
+    if job.kind != "masked":
         return {"input_ids": rows, "labels": rows.clone()}
-    hidden, mask = torch.rand(rows.shape, generator=generator) < HIDDEN, plan.tokenizer.mask_token_id
+    hidden, mask = torch.rand(rows.shape, generator=generator) < HIDDEN, job.tokenizer.mask_token_id
     return {"input_ids": rows.masked_fill(hidden, mask), "labels": rows.masked_fill(~hidden, IGNORED)}
 
 
-def _prune(plan: Plan, dense: Any, folder: Path) -> None:
+def _prune(job: PruneJob, dense: Any, folder: Path) -> None:
     """Save the pruned model to a folder, unless it is there."""
     if folder.exists():
         return
-    data = torch.cat([plan.calibration, *_own_text(plan, dense)])
-    model = _load(plan, plan.options.model, torch.float32)
-    blocks, part = plan.work / "blocks", plan.work / "pruned.part"
-    with torch.autocast(plan.device, torch.bfloat16):
-        report = oneshot(model, data.split(1), plan.config, resume_dir=blocks, budget=plan.options.budget)
+    data = torch.cat([job.calibration, *_own_text(job, dense)])
+    model = _load(job, job.options.model, torch.float32)
+    blocks, part = job.work / "blocks", job.work / "pruned.part"
+    with torch.autocast(job.device, torch.bfloat16):
+        report = oneshot(model, data.split(1), job.config, resume_dir=blocks, budget=job.options.budget)
         print(report, flush=True)
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
@@ -169,42 +183,42 @@ def _prune(plan: Plan, dense: Any, folder: Path) -> None:
     shutil.rmtree(blocks)
 
 
-def _own_text(plan: Plan, dense: Any) -> Iterator[Tensor]:
-    """What the dense model writes, in batches that have a file each: writing takes long, and Ctrl-C loses none."""
-    special = plan.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+def _own_text(job: PruneJob, dense: Any) -> Iterator[Tensor]:
+    """Text of the dense model, in batches that have a file each: writing takes long, and Ctrl-C loses none."""
+    special = job.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     begin, end = special.index(0), special[::-1].index(0)  # how many stand around a text, such as a bos_token
-    block = plan.calibration[:1]
+    block = job.calibration[:1]
     length = block.shape[1] - begin - end
-    for start in range(0, plan.own, BATCH):
-        path, number = plan.work / f"own-{start:06}.safetensors", min(BATCH, plan.own - start)
+    for start in range(0, job.own, BATCH):
+        path, number = job.work / f"own-{start:06}.safetensors", min(BATCH, job.own - start)
         try:
             text = load_file(path)["tokens"]
         except (FileNotFoundError, SafetensorError):  # not written yet, or damaged
-            text = own_text(dense, plan.tokenizer, number, length, seed=plan.own * plan.options.seed + start)
+            text = own_text(dense, job.tokenizer, number, length, seed=job.own * job.options.seed + start)
             with written_whole(path) as unfinished:
                 save_file({"tokens": text}, unfinished)
         yield torch.cat([block[:, :begin].expand(number, -1), text, block[:, begin + length :].expand(number, -1)], 1)
 
 
-def _train(plan: Plan, model: Any, dense: Any) -> Any:
+def _train(job: PruneJob, model: Any, dense: Any) -> Any:
     """Train the kept weights, or go on with that; the trained model. KeyboardInterrupt: Ctrl-C was pressed, and a
     checkpoint is saved."""
-    folder, on_cpu = plan.work / "training", plan.device == "cpu"
-    settings: dict[str, Any] = {"max_steps": plan.steps, "per_device_train_batch_size": plan.batch_size}
-    settings |= {"learning_rate": plan.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
-    settings |= {"bf16": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu, "seed": plan.options.seed}
-    settings |= {"save_steps": math.ceil(plan.steps / 10), "save_total_limit": 1, "logging_steps": 10}
+    folder, on_cpu = job.work / "training", job.device == "cpu"
+    settings: dict[str, Any] = {"max_steps": job.steps, "per_device_train_batch_size": job.batch_size}
+    settings |= {"learning_rate": job.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
+    settings |= {"bf16": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu, "seed": job.options.seed}
+    settings |= {"save_steps": math.ceil(job.steps / 10), "save_total_limit": 1, "logging_steps": 10}
     arguments = TrainingArguments(str(folder), disable_tqdm=not is_watched(), report_to="none", **settings)
-    data: dict[str, Any] = {"train_dataset": list(plan.training)}
-    data["data_collator"] = lambda rows: _batch(plan, torch.stack(rows))
+    data: dict[str, Any] = {"train_dataset": list(job.training)}
+    data["data_collator"] = lambda rows: _batch(job, torch.stack(rows))
     stop, checkpoint = _Stop(), None
     trainer = Trainer(model, arguments, callbacks=[stop], **data)
-    distill(model, dense, DistillationConfig(weight=plan.teacher_weight))
+    distill(model, dense, DistillationConfig(weight=job.teacher_weight))
     Sparse24Callback.add_to(trainer)
     with suppress(ValueError):  # there is none
         checkpoint = last_whole_checkpoint(folder)
-    if checkpoint and TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}").global_step >= plan.steps:
-        return _load(plan, checkpoint, torch.float32)  # a Trainer would take one more step
+    if checkpoint and TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}").global_step >= job.steps:
+        return _load(job, checkpoint, torch.float32)  # a Trainer would take one more step
     before = signal.signal(signal.SIGINT, stop.press)
     try:
         trainer.train(checkpoint)
@@ -230,14 +244,14 @@ class _Stop(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def _write_card(plan: Plan, model: Any, metrics: dict[str, dict[str, float]]) -> None:
-    options, folder = plan.options, Path(plan.options.output)
+def _write_card(job: PruneJob, model: Any, metrics: dict[str, dict[str, float]]) -> None:
+    options, folder = job.options, Path(job.options.output)
     *_, results = metrics.values()
     details: dict[str, Any] = {"dense_control": metrics["dense"], "control_name": CONTROL}
-    details |= {"results": results, "hyperparameters": plan.tokens | {"seed": options.seed}}
-    if plan.steps:
+    details |= {"results": results, "hyperparameters": job.tokens | {"seed": options.seed}}
+    if job.steps:
         details["results"] = results | {"loss before training": metrics["pruned"]["loss"]}
-        details["hyperparameters"]["learning rate"] = plan.learning_rate
+        details["hyperparameters"]["learning rate"] = job.learning_rate
     details |= {"format": options.format, "values": options.values, "model_id": folder.resolve().name}
     details["existing"] = read_card(folder / CARD, CARD)
     base = None if os.path.isdir(options.model) else options.model

@@ -21,7 +21,7 @@ pytestmark = [
 pytest.importorskip("peft")
 pytest.importorskip("trl")
 
-ON_TEXT = ("sft", "lora", "oneshot")
+ON_TEXT = ("sft", "lora")
 SCRIPTS = (*TOYS, *ON_TEXT)
 DATA = {"glue": "tasks", "squad": "tasks", "image_classification": "digits", "translation": "pairs"}
 OWN = {
@@ -30,7 +30,6 @@ OWN = {
     "image_classification": {"max_samples": 64, "smallest_crop": 1, "mixup": 0, "cutmix": 0},
     "translation": {"generation_max_length": 8, "max_length": 80},
     "sft": {"max_length": 96, "max_samples": 16, "gradient_checkpointing": False},
-    "oneshot": {"calibration_blocks": 8},
 }
 
 
@@ -45,8 +44,7 @@ def make_flags(request, tmp_path, models):
     def make(name, base=None, **settings):
         if name in TOYS:
             return toy_flags(name, request.getfixturevalue(DATA[name]), tmp_path / "out", **settings)
-        base = models / (base or ("dense" if name == "oneshot" else "sparse"))
-        method = {} if name == "oneshot" else {"method": "s-ste"}
+        base, method = models / (base or "sparse"), {"method": "s-ste"}
         if name == "sft":
             chats = request.getfixturevalue("chats") / "instructions"
             return flags(tmp_path, base, **{"dataset": chats, **OWN["sft"], **method, **settings})
@@ -102,13 +100,9 @@ def test_a_2_4_model_has_no_control_run(name, make_flags, tmp_path):
         ("lora", {"lora_dropout": 1.0}, r"lora_dropout=1.0: must be in \[0, 1\)"),
         ("lora", {"export_format": "gguf"}, "export_format='gguf': must be one of dense, packed"),
         ("lora", {"method": "fixed-mask"}, "already patched with another config"),
-        ("lora", {"method": "fixed-mask", "base": "dense"}, r"3 of 3 weights .* are dense, .*oneshot\.py makes one"),
+        ("lora", {"method": "fixed-mask", "base": "dense"}, r"3 of 3 weights .* are dense, .*hf-sparse24 prune"),
         ("sft", {"method": "fixed-mask", "base": "dense", "lora": True}, r"3 of 3 weights .* are dense"),
         ("sft", {"dataset": None}, "dataset is missing"),
-        ("oneshot", {"criterion": "taylor"}, "criterion='taylor': must be one of magnitude, wanda"),
-        ("oneshot", {"calibration_blocks": 0}, "calibration_blocks=0: must be at least 1"),
-        ("oneshot", {"method": "s-ste", "calibration_blocks": 8}, "method='s-ste': "),
-        ("oneshot", {"distillation": "{}", "method": "nm"}, "method='nm': must be one of dense"),
     ],
 )
 def test_wrong_flags(name, settings, message, make_flags):

@@ -360,7 +360,7 @@ EXACT = [
     "1 bit a weight, 41 GB for 405B",
     "at least 2 % faster",
     "where 1.02 is required",
-    "trained on up to 4 times",  # these are of hf_sparse24/tools/prune_plan.py
+    "trained on up to 4 times",  # these are of hf_sparse24/tools/prune_job.py
     "| 18 GB and 28 GB with training, 6 GB and 8 GB without",
     "about 20 seconds for each",
     "some ten seconds",

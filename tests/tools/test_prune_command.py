@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForMaskedLM, 
 from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.tools import prune as module
-from hf_sparse24.tools.prune_plan import make_blocks
+from hf_sparse24.tools.prune_job import make_blocks
 from hf_sparse24.weights.storage import PACKED
 from hf_sparse24_command import main
 
@@ -156,7 +156,7 @@ def test_encoders(kind, models, text, tmp_path, capsys):
 def test_defaults_fit_a_short_text(models, tmp_path, capsys, monkeypatch):
     """Half of it prunes, the rest trains a few times, and the model writes three times as much as prunes. The training
     of so little may be no gain, which is said."""
-    monkeypatch.setattr(module, "measure", lambda plan, name, *_: {"loss": float(name == "trained"), "perplexity": 1.0})
+    monkeypatch.setattr(module, "measure", lambda job, name, *_: {"loss": float(name == "trained"), "perplexity": 1.0})
     text = tmp_path / "text.txt"
     text.write_text("".join(TEXTS[:4]))
     options = dict.fromkeys(("tokens", "calibration_tokens", "own_tokens"))
@@ -252,15 +252,19 @@ def test_ctrl_c_after_the_training_loses_nothing_however_often(undisturbed, tmp_
 def test_two_processes_do_not_work_in_one_folder(models, text, tmp_path, capsys):
     command = arguments(models / "llama", text, tmp_path / "out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_sparse24.tools.prune._run", lambda plan, dense: main(command))
+        patch.setattr("hf_sparse24.tools.prune._run", lambda job, dense: main(command))
         assert main(command) == 2
     assert "another process works in" in capsys.readouterr().err
+
+
+FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.mark.parametrize(
     ("change", "value", "said"),
     [
         ("model", "another", "model"),
+        *(("file", name, "model") for name in FILES),
         ("text", "other.txt", "text"),
         ("tokens", 64, "training tokens"),
         ("seed", 1, "seed"),
@@ -277,6 +281,11 @@ def test_the_work_of_another_run_is_not_taken(change, value, said, models, text,
     given = {"model": "llama", "text": text, **other}
     given[change] = value
     given |= {"model": models / given["model"], "text": str(tmp_path / given["text"])}
+    if changed := given.pop("file", None):
+        given["model"] = shutil.copytree(given["model"], tmp_path / "copy")
+        content = (given["model"] / changed).read_bytes()
+        other = content + b"\n" if changed.endswith("json") else content[:-1] + bytes([content[-1] ^ 1])
+        (given["model"] / changed).write_bytes(other)
     assert main(arguments(out=tmp_path / "out", **given)) == 2
     printed = capsys.readouterr().err.splitlines()[-1]
     assert said in printed and f"{tmp_path / 'out-work'} is of a run that differs in" in printed
@@ -305,20 +314,20 @@ def test_own_text_stands_between_the_special_tokens_of_a_text(tmp_path, monkeypa
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <pad>", special_tokens=special)
     block = make_blocks(["one two"] * 60, tokenizer, 16, most=1, seed=0)
     given = {"tokenizer": tokenizer, "calibration": block, "own": 1, "work": tmp_path}
-    plan, written = SimpleNamespace(**given, options=SimpleNamespace(seed=0)), torch.full((1, 15), 7)
+    job, written = SimpleNamespace(**given, options=SimpleNamespace(seed=0)), torch.full((1, 15), 7)
     monkeypatch.setattr(module, "own_text", lambda model, tokenizer, count, length, seed: written[:, :length])
     (tmp_path / "own-000000.safetensors").write_bytes(b"damaged")
-    (found,) = module._own_text(plan, None)
+    (found,) = module._own_text(job, None)
     assert found.tolist() == [[7] * 15 + [special[0][1]]]
     monkeypatch.setattr(module, "own_text", None)
-    assert torch.equal(next(module._own_text(plan, None)), found)  # from its file
+    assert torch.equal(next(module._own_text(job, None)), found)  # from its file
 
 
 @pytest.mark.parametrize(("tokens", "weight"), [(100_000, 1 / 3), (100_001, 2 / 3)])
 def test_a_teacher_counts_less_for_few_tokens(tokens, weight, models, tmp_path, monkeypatch):
     long = write(tmp_path / "long.txt", "one two three " * 20_000)
     seen = []
-    monkeypatch.setattr(module, "_claim", lambda plan, dense: seen.append(plan.teacher_weight) or 1 / 0)
+    monkeypatch.setattr(module, "_claim", lambda job: seen.append(job.teacher_weight) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(arguments(models / "llama", long, tmp_path / "out", tokens=tokens))
     assert seen == [weight]
@@ -420,10 +429,10 @@ def test_a_block_without_a_hidden_token_counts_for_nothing(models, monkeypatch):
         {"input_ids": rows, "labels": labels},
         {"input_ids": rows, "labels": torch.full_like(rows, module.IGNORED)},
     ]
-    plan = SimpleNamespace(held_out=rows.repeat(2, 1), batch_size=2, device="cpu", kind="masked")
+    job = SimpleNamespace(held_out=rows.repeat(2, 1), batch_size=2, device="cpu", kind="masked")
     found = []
     for number in (1, 2):
-        plan.held_out, waiting = rows.repeat(number, 1), iter(batches)
+        job.held_out, waiting = rows.repeat(number, 1), iter(batches)
         monkeypatch.setattr(module, "_batch", lambda *_, waiting=waiting: next(waiting))
-        found.append(module.measure(plan, "pruned", model, model)["loss"])
+        found.append(module.measure(job, "pruned", model, model)["loss"])
     assert found[0] == found[1] and math.isfinite(found[0])

@@ -1,4 +1,4 @@
-"""What `hf-sparse24 prune` will do: before anything takes time, its arguments are checked, and the text is divided."""
+"""PruneJob: the arguments of `hf-sparse24 prune`, checked before anything takes time, and the text, divided."""
 
 import argparse
 import hashlib
@@ -35,13 +35,14 @@ LEAST, MEASURED = 8, 128  # blocks that a text must have, and that are measured 
 AT_ONCE = 1_000_000  # characters that are tokenized together
 
 
-class Plan:
-    """What a run does with which model. ValueError or OSError: something that the work would fail by.
+class PruneJob:
+    """A checked run: it raises early, as ValueError or OSError, what would fail late.
 
     Attributes:
         config: what the model is patched with.
         kind: `"causal"`, `"masked"`, or `"encoder"` for a model that predicts no tokens.
         dtype: of the weights as they are stored.
+        source: the folder of the model's files.
         text: a hash of it.
         calibration, training, held_out: blocks of it, `[blocks, tokens]`.
         own, steps: blocks that the dense model writes, and steps of training.
@@ -58,9 +59,9 @@ class Plan:
         self.work = output.absolute().with_name(f"{output.absolute().name}-work")
         if (output / MANIFEST).exists() and not (self.work.exists() or options.overwrite):
             raise ValueError(f"{output} holds a finished export: name another output, or give --overwrite")
-        source = local_files(name, ["config.json", MANIFEST])
-        empty, own = read_model(source)
-        if own or (source / MANIFEST).exists():
+        self.source = local_files(name, ["config.json", MANIFEST])
+        empty, own = read_model(self.source)
+        if own or (self.source / MANIFEST).exists():
             raise ValueError(f"{name} is sparse or quantized already: give a dense model")
         if torch.cuda.device_count() > 1:  # Trainer would take them all
             raise ValueError("prune uses one GPU, and there are several: set CUDA_VISIBLE_DEVICES=0")
