@@ -4,7 +4,7 @@ The core imports no file of the outer ring, no PEFT and no huggingface_hub. `hf_
 register their answers when `hf_sparse24` is imported. Until then no module is an adapter, and nothing is shared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class Hub:
 
     def describe_checkpoint(self, model: Any, directory: Any, repo_id: str | None) -> None:
         """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
+
+    def draw_training(self, directory: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
+        """Write the picture of a run that has ended to its directory."""
 
     def push(self, model: Any, repo_id: str, **options: Any) -> Any:
         """Upload the export of a model, and return where the commit is."""

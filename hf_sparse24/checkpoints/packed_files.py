@@ -3,7 +3,7 @@
 The format: docs/packed_format.md. Only safetensors and JSON are read, so no code of a file is run.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -17,13 +17,14 @@ from ..patching.targets import aliases_of
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
 from ..weights.packed_weight import wrong_packed
-from ..weights.sparse_weight import sparse_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED
 from .safetensors_file import DTYPES, read_headers
 
 
-def check_files(packed: PackedFormat, files: Sequence[str | Path]) -> None:
-    """Raise ValueError where files were not exported with `config.json`, or have other packed weights than it lists."""
+def check_files(packed: PackedFormat, files: Sequence[str | Path]) -> Set[str]:
+    """Return the names of the tensors in files. ValueError: they were not exported with `config.json`, or have other
+    packed weights than it lists."""
     for file in map(str, files):
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")
@@ -43,6 +44,7 @@ def check_files(packed: PackedFormat, files: Sequence[str | Path]) -> None:
         if not fits or (has_int8 and found[values] != DTYPES[torch.int8]):
             told = f"config.json lists {weight} in packed.weights, with packed.values={packed.values!r}"
             raise ValueError(f"the checkpoint is damaged, copy or download it again: {told}, and it has {found}")
+    return frozenset(dtypes)
 
 
 def empty_packed(shape: tuple[int, ...], dtype: torch.dtype, values: str, pattern: Pattern) -> Packed:
@@ -81,9 +83,9 @@ def make_packed(model: PreTrainedModel, packed: PackedFormat, run: SparseRun | N
         raise ValueError(f"{type(model).__name__} has none of the weights in packed.weights: {names}")
 
 
-def check_packed(model: PreTrainedModel, in_files: Set[str]) -> None:
+def check_packed(model: PreTrainedModel, weights: Mapping[str, SparseWeight], in_files: Set[str]) -> None:
     """Raise ValueError where a packed weight or its bias was not in the checkpoint, or its tensors are invalid."""
-    for name, weight in sparse_weights(model, PACKED).items():
+    for name, weight in weights.items():
         module, path = weight.module, name.rpartition(".")[0]
         tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
         stored = tensors.keys() - module._non_persistent_buffers_set

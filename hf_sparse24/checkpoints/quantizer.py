@@ -16,7 +16,6 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..extensions import extensions
 from ..facts import MARKER
-from ..module_names import ModuleNames
 from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config, wants_packed_master
@@ -25,7 +24,7 @@ from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
 from ..run import SparseRun, sparse_run
 from ..weights.sharding import check_supported, is_sharded
-from ..weights.sparse_weight import sparse_weights, wrong_states
+from ..weights.sparse_weight import SparseWeight, sparse_weights, wrong_states
 from ..weights.storage import PACKED
 from .packed_files import check_files, check_packed, make_packed
 from .safetensors_file import read_headers
@@ -56,7 +55,7 @@ class Sparse24Quantizer(HfQuantizer):
         self.packed: PackedFormat | None = self.saved.facts.packed
         """What the checkpoint says of its packed weights; None where it has none."""
         self.has_packed_master = wants_packed_master(config if self.packed else self.saved.passed or config)
-        self.is_late = False  # whether the model is patched once its weights are loaded
+        self.is_late = False  # whether a dense checkpoint is loaded first, and the model patched then
 
     def update_attn_implementation(self, config):
         # What Transformers calls with the model's config before it looks for files.
@@ -68,73 +67,65 @@ class Sparse24Quantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation  # in Transformers up to 5.20
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, **kwargs) -> None:
-        files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
-        self.names_in_files = {*read_headers(files)[0]}
+        files = checkpoint_files or ()  # none where the user passes a state_dict
+        # Transformers would initialise the weights of custom code again, where the method's state is not in the files.
+        is_custom = not type(model).__module__.startswith("transformers.")  # `is_custom_code`, which 5.11 lacks
         if self.packed is not None:
-            if checkpoint_files:  # not where the user passes a state_dict
-                check_files(self.packed, checkpoint_files)
+            self.names_in_files = check_files(self.packed, files) if files else frozenset()
             self.run = SparseRun(self.saved.config) if self.has_packed_master else None
             make_packed(model, self.packed, self.run)
             return
-        # Transformers would initialise the weights of custom code again, where the method's state is not in the files.
-        is_custom = not type(model).__module__.startswith("transformers.")  # `is_custom_code`, which 5.11 lacks
+        self.names_in_files = frozenset(read_headers(file for file in files if str(file).endswith(".safetensors"))[0])
         self.is_late = self.has_packed_master or (not self.pre_quantized and is_custom)
-        if self.is_late:  # the checkpoint is dense: patched once it is loaded
-            return
+        if not self.is_late:
+            self._patch(model)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
+        tp_size = getattr(model, "_tp_size", None) or 1
+        if self.has_packed_master and tp_size > 1:
+            way = "use DDP or FSDP2 (fully_shard), or master='dense'"
+            raise ValueError(f"master='packed': tensor parallelism does not split the places of packed weights; {way}")
+        if self.packed is not None:
+            self._finish_packed(model, self.packed)
+        elif self.is_late:
+            del model.config.quantization_config
+            ownership.forget_quantizer(model)
+            patch_model(model, _with_passed(self.saved))
+            cast(SparseRun, sparse_run(model)).record(pruning=self.saved.facts.pruning)
+        else:
+            self._finish(model, tp_size)
+        return model
+
+    def _patch(self, model: PreTrainedModel) -> None:
+        """Patch a model on the meta device, and tell Transformers how to load what the method keeps."""
         config = _with_passed(self.saved)
-        if self.pre_quantized:
-            config = _without_absent_heads(config, model)
-        patch_model(model, config)
+        patch_model(model, _without_absent_heads(config, model) if self.pre_quantized else config)
         facts = self.saved.facts
-        run = cast(SparseRun, sparse_run(model))
-        run.record(phase=facts.phase, finished=facts.finished, pruning=facts.pruning)
-        for weight in sparse_weights(model).values():
+        cast(SparseRun, sparse_run(model)).record(phase=facts.phase, finished=facts.finished, pruning=facts.pruning)
+        weights = sparse_weights(model, every_name=True)
+        for weight in weights.values():
             # Transformers' tensor parallelism then runs the layer's forward on this process's part of input and weight,
             # in training too, and leaves the sums over processes to itself.
             weight.module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # of no Module
+        tensors = _method_tensors(weights)
         # State stays fp32 whatever dtype the weights are loaded in.
-        state = {name for name, tensor in _method_tensors(model).items() if not isinstance(tensor, nn.Parameter)}
+        state = {name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *state}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), MARKER}
         if not self.pre_quantized:
             # A dense checkpoint has none of them, and the load report need not call them missing.
-            patterns = {rf"^{name.replace('.', r'[.]')}$" for name in _method_tensors(model)}
+            patterns = {rf"^{name.replace('.', r'[.]')}$" for name in tensors}
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *patterns}
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> PreTrainedModel:
-        if self.has_packed_master and (getattr(model, "_tp_size", None) or 1) > 1:
-            way = "use DDP or FSDP2 (fully_shard), or master='dense'"
-            raise ValueError(f"master='packed': tensor parallelism does not split the places of packed weights; {way}")
-        if self.packed is not None:
-            return self._finish_packed(model)
-        if self.is_late:
-            config = _with_passed(self.saved)
-            del model.config.quantization_config
-            ownership.forget_quantizer(model)
-            patch_model(model, config)
-            cast(SparseRun, sparse_run(model)).record(pruning=self.saved.facts.pruning)
-            return model
+    def _finish(self, model: PreTrainedModel, tp_size: int) -> None:
+        """Check what was read into a patched model, or make the state that a dense checkpoint lacks."""
         weights = sparse_weights(model)
         for name, weight in weights.items():
             check_supported(name, weight.master)  # Transformers has split it by now
-            weight.storage.is_split = (getattr(model, "_tp_size", None) or 1) > 1 and is_sharded(weight.parameter)
+            weight.storage.is_split = tp_size > 1 and is_sharded(weight.parameter)
         reject_non_finite((name, weight.parameter) for name, weight in weights.items())
         if self.pre_quantized:
-            # Transformers marks what it read from a file. What it did not read is uninitialised memory.
-            tensors = _method_tensors(model)
-            missing = [name for name, x in tensors.items() if not getattr(x, "_is_hf_initialized", False)]
-            has_marker = any(name.endswith(MARKER) for name in self.names_in_files)
-            missing += [MARKER] if self.saved.facts.marked and self.names_in_files and not has_marker else []
-            if missing:
-                raise ValueError(
-                    f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}: saved "
-                    f"without hf_sparse24, or damaged; load another, or remove quantization_config from config.json"
-                )
-            for weight in weights.values():
-                weight.state.is_ready = True
-            wrong = wrong_states(weights)
-            if wrong:
-                raise ValueError(f"the checkpoint is damaged, copy or download it again: {wrong}")
+            self._check_state(model, weights)
         else:
             for weight in weights.values():
                 weight.init_state(with_parameters=True)
@@ -143,10 +134,27 @@ class Sparse24Quantizer(HfQuantizer):
         # Transformers has put its own config object there; the model's is the one that its run writes.
         model.config.quantization_config = cast(SparseRun, sparse_run(model)).saved
         ownership.forget_quantizer(model)  # the weights are ordinary
-        return model
 
-    def _finish_packed(self, model: PreTrainedModel) -> PreTrainedModel:
-        check_packed(model, self.names_in_files)
+    def _check_state(self, model: PreTrainedModel, weights: dict[str, SparseWeight]) -> None:
+        """Raise ValueError where the files lacked state of the method, or had what the method cannot have made."""
+        # Transformers marks what it read from a file. What it did not read is uninitialised memory.
+        tensors = _method_tensors(sparse_weights(model, every_name=True))
+        missing = [name for name, x in tensors.items() if not getattr(x, "_is_hf_initialized", False)]
+        has_marker = any(name.endswith(MARKER) for name in self.names_in_files)
+        missing += [MARKER] if self.saved.facts.marked and self.names_in_files and not has_marker else []
+        if missing:
+            raise ValueError(
+                f"the checkpoint says it is {self.saved.config.method!r} trained, but lacks {missing[:5]}: saved "
+                f"without hf_sparse24, or damaged; load another, or remove quantization_config from config.json"
+            )
+        for weight in weights.values():
+            weight.state.is_ready = True
+        if wrong := wrong_states(weights):
+            raise ValueError(f"the checkpoint is damaged, copy or download it again: {wrong}")
+
+    def _finish_packed(self, model: PreTrainedModel, packed: PackedFormat) -> None:
+        weights = sparse_weights(model, PACKED)
+        check_packed(model, weights, self.names_in_files)
         model.config.__dict__.pop("transformers_weights", None)  # of these files, not of the model
         if self.run is not None:
             self.run.record(pruning=self.saved.facts.pruning)
@@ -157,10 +165,10 @@ class Sparse24Quantizer(HfQuantizer):
             # It has no master weights and no state to go on with: training starts from its sparse weights.
             unpack_model(model)
             patch_model(model, self.saved.passed)
-        elif self.run is None and self.packed is not None:
-            own = PackedFormat(ownership.packed_patterns(model, PACKED), self.packed.values)  # of no export
+        elif self.run is None:
+            # Of no export, and without the heads that the model's class lacks.
+            own = PackedFormat({name: weight.storage.pattern for name, weight in weights.items()}, packed.values)
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
-        return model
 
     def is_serializable(self) -> bool:
         return True
@@ -218,23 +226,14 @@ def _with_passed(saved: SavedConfig) -> Sparse24Config:
 def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
     """The config without the names of heads that the model's class lacks, as `AutoModel` lacks `lm_head`."""
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-
-    def present(names: Any) -> Any:
-        return [name for name in names if name.rpartition(".")[2] in own]
-
     fields: dict[str, Any] = {}
     for field in ("target_modules", "exclude_modules"):
-        if isinstance(names := getattr(config, field), list) and present(names) != names:
-            fields[field] = present(names) or None
-    if fields.get("target_modules", True) is None:
-        return config
-    if patterns := config.layer_patterns:
-        kept = {*present(patterns), *(key for key in patterns if not ModuleNames("layer_patterns", key).endings)}
-        fields["layer_patterns"] = {key: pattern for key, pattern in patterns.items() if key in kept} or None
-    return config.replace(**fields)
+        if isinstance(names := getattr(config, field), list):
+            fields[field] = [name for name in names if name.rpartition(".")[2] in own] or None
+    return config if fields.get("target_modules", config) is None else config.replace(**fields)
 
 
-def _method_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def _method_tensors(weights: dict[str, SparseWeight]) -> dict[str, Tensor]:
     """The buffers and Parameters of the method, by their names in a checkpoint."""
-    states = (weight.state.in_model(name) for name, weight in sparse_weights(model, every_name=True).items())
+    states = (weight.state.in_model(name) for name, weight in weights.items())
     return {name: tensor for state in states for name, tensor in state.items()}

@@ -13,6 +13,9 @@ from .losses import Control, History, Logs, by_step, control_history, evaluation
 logger = get_logger(__name__)
 
 PICTURE = "training.png"
+MIN_LOGS = 10
+"""Training draws no picture of fewer losses: they are as quickly read in its log."""
+
 _SPARSE, _DENSE, _GRID = "#1d5fd1", "#b45309", "#e4e8ee"
 
 

@@ -195,6 +195,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self.controller is None:
             return
         self.controller.end()
+        if self.run_log is not None:
+            extensions.hub.draw_training(Path(str(args.output_dir)), state.log_history)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             run = self.controller.run
             last = run.phase

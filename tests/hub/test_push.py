@@ -24,6 +24,7 @@ from hf_sparse24 import (
     push_to_hub,
     unpatch_model,
 )
+from hf_sparse24.hub import picture
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config
 from hf_sparse24.weights.sparse_weight import sparse_weights
@@ -234,6 +235,14 @@ def trainer(tmp_path, kind=Sparse24Trainer, **overrides) -> Trainer:
     hub = {"push_to_hub": True, "hub_strategy": "end"}
     arguments = TrainingArguments(str(tmp_path / "tiny"), **(steps | quiet | hub | overrides))
     return kind(patched(), arguments, train_dataset=rows, eval_dataset=rows)
+
+
+@pytest.mark.parametrize("steps", [2, 10])
+def test_the_end_of_a_training_draws_it(steps, tmp_path):
+    """Where there is something to draw."""
+    run = trainer(tmp_path, max_steps=steps, push_to_hub=False)
+    run.train()
+    assert (tmp_path / "tiny" / "training.png").exists() == (steps == 10 and picture.is_available())
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save"])
