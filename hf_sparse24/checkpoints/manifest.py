@@ -1,149 +1,30 @@
-"""read_listing says which weights of a checkpoint on disk are sparse, and verify reads them to prove it.
+"""`sparse24.json`, which an export has with its weights: the sha256 of every file, and the sparse weights stored dense.
 
 One record says each thing. `config.json` of a packed model lists its packed weights, and names the export that the
-header of every file names too: loading compares these. `sparse24.json`, which `export_model` writes, lists the sparse
-weights that are stored dense, and has the sha256 of every file: `verify` compares those.
+header of every file names too: loading compares these. `hf-sparse24 verify` compares what `sparse24.json` says.
 """
 
-import hashlib
 import json
-import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import torch
-from sparse24_kernels import Packed, Pattern, unpack_nm
+from sparse24_kernels import Pattern
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import read_json
-from ..metrics import all_finite, is_nm_sparse
-from ..packed_format import PACKED_INDEX, PackedFormat, buffer_names
-from ..tables import shown
-from ..weights.packed_weight import wrong_packed
-from .packed_files import check_files
-from .replacing import CONFIG
-from .safetensors_file import DTYPES, open_safetensors
+from ..metrics import is_nm_sparse
 
 MANIFEST = "sparse24.json"
 FORMATS = ("dense", "packed")
 SparseGroups = dict[str, tuple[int, Pattern]]
 """The dimension, -1 or -2, and the pattern of the groups of each sparse tensor, by its name in the files."""
-_TORCH_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
-
-
-class Listing(NamedTuple):
-    """Which weights a checkpoint lists as sparse."""
-
-    format: str  # "dense" or "packed"
-    source: str  # the name of the file that says it
-    weights: SparseGroups  # by the names in the dense model
-    packed: Mapping[str, Pattern]  # those of them that are packed
-    files: Mapping[str, str]  # sha256 of each safetensors file by name; empty where they were not recorded
-    method: str | None
-
-    @property
-    def all_patterns(self) -> str:
-        """The patterns of its weights as text: `"2:4"`, or `"1:4 and 2:4"`."""
-        return " and ".join(map(str, sorted({pattern for _, pattern in self.weights.values()}))) or "sparse"
-
-
-class Finding(NamedTuple):
-    """One check's result. For a file, `elements` is 0; `problem` is None where nothing is wrong."""
-
-    name: str
-    elements: int
-    zeros: int
-    problem: str | None
-
-
-class Tensors:
-    """The tensors in a directory's safetensors files, read on request. OSError: a file is damaged or missing."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.files: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
-        for path in weight_files(directory):
-            self.files[path.name] = open_safetensors(path)
-            self.names |= dict.fromkeys(self.files[path.name].keys(), path.name)
-        if not self.names:
-            raise OSError(f"{directory} has no safetensors files")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def size(self, name: str) -> tuple[int, int]:
-        """Elements and bytes of a tensor, of any dtype. ValueError: no file has it."""
-        if name not in self.names:
-            raise ValueError(f"{self.directory}: its safetensors files lack {name}; copy or download the whole again")
-        part = self.files[self.names[name]].get_slice(name)
-        elements, bits = math.prod(part.get_shape()), re.search(r"\d+", part.get_dtype())
-        return elements, elements * (8 if bits is None else int(bits[0])) // 8  # BOOL is one byte
-
-    def like(self, name: str) -> Tensor:
-        """A meta tensor of the same dtype and shape. ValueError: a dtype of less than a byte, such as F4."""
-        part = self.files[self.names[name]].get_slice(name)
-        dtype = _TORCH_DTYPES.get(part.get_dtype())
-        if dtype is None:
-            raise ValueError(f"{self.directory / self.names[name]}: {name} is {part.get_dtype()}, which is not read")
-        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
-
-    def read(self, name: str) -> Tensor:
-        self.like(name)  # or its error
-        return self.files[self.names[name]].get_tensor(name)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that `from_pretrained` would load."""
-    config = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
-    is_export = "transformers_weights" in config  # a packed one, see the quantizer
-    index, single = directory / (PACKED_INDEX if is_export else SAFE_WEIGHTS_INDEX_NAME), directory / SAFE_WEIGHTS_NAME
-    if not index.exists() or (single.exists() and not is_export):
-        return [] if is_export or not single.exists() else [single]
-    files = read_json(index).get("weight_map")
-    names: list[Any] = list(files.values()) if isinstance(files, dict) else [None]
-    if not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
-        raise ValueError(f"{index} must have a weight_map from tensors to files in its directory")
-    return [directory / name for name in sorted(set(names))]
-
-
-def read_listing(tensors: Tensors) -> Listing:
-    """Which weights the checkpoint that has these tensors lists as sparse. ValueError: a training checkpoint, one that
-    lists no sparse weights, or a damaged file. OSError: no config.json."""
-    directory = tensors.directory
-    config = read_json(directory / CONFIG).get("quantization_config") or {}
-    if not isinstance(config, dict):
-        raise ValueError(f"{directory / CONFIG}: quantization_config={shown(config)}: must be a dict")
-    is_ours = config.get("quant_method") == "sparse24"
-    if is_ours and "packed" not in config:
-        raise ValueError(f"{directory} is a training checkpoint, with dense weights; export it with hf-sparse24 export")
-    try:
-        packed = PackedFormat.from_dict(config["packed"]) if is_ours else PackedFormat({})
-        check_files(packed, [directory / name for name in tensors.files])
-    except ValueError as error:
-        raise ValueError(f"{directory / CONFIG}: {error}") from error
-    weights: SparseGroups = {name: (-1, pattern) for name, pattern in packed.weights.items()}
-    if not (directory / MANIFEST).exists():
-        if is_ours:
-            return Listing("packed", CONFIG, weights, packed.weights, {}, config.get("method"))
-        way = "; recipes/convert_bitmask.py makes it dense" if "sparsity_config" in config else ""
-        raise ValueError(f"{directory} has no {MANIFEST}, in which export_model lists the sparse weights{way}")
-    listed = _read_manifest(directory / MANIFEST)
-    if tensors.files.keys() != listed.files.keys():
-        files = f"lists {sorted(listed.files)}, and from_pretrained reads {sorted(tensors.files)}"
-        raise ValueError(f"{directory / MANIFEST} {files}: another model replaced the export; remove {MANIFEST}")
-    source = CONFIG if is_ours else MANIFEST
-    return listed._replace(source=source, weights=weights | listed.weights, packed=packed.weights)
 
 
 def write_manifest(
     directory: Path, format: str, sparse: SparseGroups, files: Mapping[str, str], config: dict[str, Any]
 ) -> None:
-    """Write `sparse24.json`: what a `Listing` has of the weights that are stored dense, and the `Sparse24Config` of the
-    exported model as a dict."""
+    """Write `sparse24.json`: the groups of the sparse weights that are stored dense, the sha256 of each file by its
+    name, and the `Sparse24Config` of the exported model as a dict."""
     weights = {name: dim for name, (dim, _) in sparse.items()}
     patterns = {name: str(pattern) for name, (_, pattern) in sparse.items() if str(pattern) != config["pattern"]}
     manifest: dict[str, Any] = {"format": format, "weights": weights, "files": files, "config": config}
@@ -151,57 +32,11 @@ def write_manifest(
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_manifest(path: Path) -> Listing:
-    values = read_json(path)
-    try:
-        format, dims, files, config = (values[key] for key in ("format", "weights", "files", "config"))
-        patterns = {name: Pattern.parse(text) for name, text in values.get("patterns", {}).items()}
-        pattern = Pattern.parse(config["pattern"])
-        texts = (*files.values(), config["method"])
-        if {*map(type, dims.values())} - {int} or {*dims.values()} - {-1, -2}:
-            raise ValueError("weights has a dimension other than -1 and -2")
-        if format not in FORMATS or {*map(type, texts)} != {str}:
-            raise ValueError("format, method or a hash of files has a value that it cannot have")
-        weights = {name: (dim, patterns.get(name, pattern)) for name, dim in dims.items()}
-        return Listing(format, MANIFEST, weights, {}, files, config["method"])
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not what export_model writes ({error})") from error
-
-
-def verify(listing: Listing, tensors: Tensors) -> Iterator[Finding]:
-    """Yield a `Finding` for each listed file and weight, and read all of them."""
-    for name, digest in listing.files.items():
-        with open(tensors.directory / name, "rb") as file:
-            is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
-        yield Finding(name, 0, 0, None if is_same else "is not the file that was exported")
-    for name, (dim, pattern) in listing.weights.items():
-        is_packed = name in listing.packed
-        yield _verify_packed(tensors, name, pattern) if is_packed else _verify_dense(tensors, name, dim, pattern)
-
-
-def _verify_packed(tensors: Tensors, name: str, pattern: Pattern) -> Finding:
-    values, mask, scales = (tensors.read(key) if key in tensors else None for key in buffer_names(name))
-    packed = Packed(cast(Tensor, values), cast(Tensor, mask), scales, pattern.m)  # read_listing has found them
-    problem, elements = wrong_packed(packed), 8 * packed.mask.numel()
-    zeros = elements - int((packed.values != 0).sum())
-    if problem is None and pattern != packed.pattern and not is_nm_sparse(unpack_nm(packed), *pattern):
-        problem = f"is not {pattern}"
-    return Finding(name, elements, zeros, problem)
-
-
-def _verify_dense(tensors: Tensors, name: str, dim: int, pattern: Pattern) -> Finding:
-    if name not in tensors:
-        return Finding(name, 0, 0, "not in the files")
-    tensor = tensors.read(name)
-    zeros = int((tensor == 0).sum())  # of FP8 values too, which count_nonzero does not take
-    problem = None if _is_sparse(tensor, dim, pattern) else f"is not {pattern} along its input dimension"
-    return Finding(name, tensor.numel(), zeros, problem if all_finite(tensor) else "has NaN or inf")
-
-
 def sparse_dim(tensor: Tensor, expected: int, pattern: Pattern) -> int | None:
     """The dimension, -1 or -2, along which a tensor is sparse, None for neither; `expected` is tried first."""
-    return next((dim for dim in (expected, -3 - expected) if _is_sparse(tensor, dim, pattern)), None)
+    return next((dim for dim in (expected, -3 - expected) if is_sparse(tensor, dim, pattern)), None)
 
 
-def _is_sparse(tensor: Tensor, dim: int, pattern: Pattern) -> bool:
+def is_sparse(tensor: Tensor, dim: int, pattern: Pattern) -> bool:
+    """Whether a matrix, or a stack of them, has the pattern along a dimension, -1 or -2."""
     return tensor.dim() > 1 and tensor.shape[dim] % pattern.m == 0 and is_nm_sparse(tensor, *pattern, dim)

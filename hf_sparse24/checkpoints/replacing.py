@@ -34,7 +34,7 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
 
     Files that `outdated` names go where the new model does not have them; others stay. Where the block raises, the old
     model stays, and no directory that was made for the new one. BlockingIOError: another process is writing there.
-    OSError: the directory holds a model, and its file system has no symbolic links.
+    OSError: the directory holds a model, and its file system lacks hard or symbolic links.
     """
     root = Path(os.path.realpath(directory))
     is_made = not root.exists()
@@ -72,12 +72,12 @@ def _switch(root: Path, outdated: Pattern[str]) -> None:
             os.replace(staging / "new" / name, root / name)
         return
     (staging / "old").mkdir()
-    for name in old:
-        _keep(root / name, staging / "old" / name)
     try:
+        for name in old:
+            _keep(root / name, staging / "old" / name)
         _link("old", staging / "current")
     except OSError as error:
-        way = "its file system has no symbolic links to replace it by"
+        way = "its file system lacks the links to replace it by"
         raise OSError(f"{root} holds a model, and {way} ({error}); export into a new directory") from error
     for name in old | new:
         _link(f"{STAGING}/current/{name}", root / name)
@@ -110,8 +110,5 @@ def _keep(path: Path, second: Path) -> None:
     """Give a file a second name."""
     if path.is_symlink():  # such as into the Hub's cache: relative to where it is
         os.symlink(os.path.realpath(path), second)
-        return
-    try:
+    else:
         os.link(path, second)
-    except OSError:  # a file system without hard links
-        shutil.copy2(path, second)

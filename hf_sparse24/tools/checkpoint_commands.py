@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ..checkpoints.export import export_model
-from ..checkpoints.manifest import MANIFEST, Listing, Tensors, read_listing, verify
+from ..checkpoints.manifest import MANIFEST
 from ..config import Sparse24Config
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
@@ -24,6 +24,7 @@ from ..progress import Progress, count, duration
 from ..weights.sparse_weight import sparse_weights
 from . import print_table
 from .models import OF_A_TOKENIZER, WEIGHTS, check_destination, local_files, read_model
+from .verification import Listing, Tensors, read_listing, verify
 
 _OF_A_MODEL = ["config.json", "generation_config.json", "*.index.json", "sparse24*.json", "adapter_*.json"]
 _OF_A_MODEL += ["trainer_state.json", "*_results.json"]

@@ -18,9 +18,9 @@ from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import export_model
-from hf_sparse24.checkpoints.manifest import Tensors
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.packed_format import PackedFormat, buffer_names
+from hf_sparse24.tools.verification import Tensors
 from hf_sparse24_command import main
 
 NAME = "model.layers.0.mlp.up_proj.weight"
