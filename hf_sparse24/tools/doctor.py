@@ -64,17 +64,18 @@ class Checked(NamedTuple):
 
 
 def checks(device: torch.device, again: bool = False) -> list[Checked]:
-    """The checks of all kernels that run on a device; `again` repeats those that were made before."""
-    found = []
+    """The checks of all kernels that run on a device; `again` repeats them, in a child process that may crash."""
+    subjects = []
     for dtype in dispatch.KERNEL_DTYPES:
         running = [each for each in dispatch.IMPLEMENTATIONS if not each.unsupported(device, dtype)]
-        subjects = [dispatch.subject(each, device, dtype) for each in running]
+        subjects += [dispatch.subject(each, device, dtype) for each in running]
         if not (cusparselt.unsupported_device(device) or cusparselt.unsupported_matrix(128, 128, dtype)):
             subjects.append(autotune.subject(device, dtype))
-        for subject in subjects:
-            for operator, failure in first_use.verdicts(subject, again).items():
-                found.append(Checked(subject.name, operator, str(dtype).removeprefix("torch."), failure))
-    return found
+    if again:
+        found = first_use.check_in_child(subjects)
+    else:
+        found = [(one, operator, first_use.verdict(one, operator)) for one in subjects for operator in one.operators]
+    return [Checked(one.name, operator, str(one.dtype).removeprefix("torch."), why) for one, operator, why in found]
 
 
 def check_rows(checked: list[Checked]) -> list[list[str]]:

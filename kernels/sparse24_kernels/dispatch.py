@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,27 +98,24 @@ def _wrong(each: Implementation, operator: str, device: torch.device, dtype: tor
     except Exception as error:  # of what it imports
         return f"{each.name} cannot be imported: {type(error).__name__}: {error}"
     for of in (dtype,) if dtype.is_floating_point else KERNEL_DTYPES:  # indices tell nothing of their values
-        reason = first_use.verdicts(subject(each, device, of))[operator]
+        reason = first_use.verdict(subject(each, device, of), operator)
         if reason:
             return f"{each.name} failed its check on first use: {reason}"
     return None
 
 
 def subject(each: Implementation, device: torch.device, dtype: torch.dtype) -> first_use.Subject:
-    """What is checked of an implementation on first use: all its operators."""
+    """All operators of an implementation, to be compared with the reference."""
     operators = [name for name, function in vars(each.load()).items() if function is not None]
-    module = each.load.__module__
-    file = Path(getattr(sys.modules[module], "__file__", None) or "")
+    file = Path(getattr(sys.modules[each.load.__module__], "__file__", None) or "")
     # A verdict holds for a source, and of a notebook, which has no file, for this process.
     source = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else f"process {os.getpid()}"
-    made_of = f"{each.made_of()}, {source}"
-    return first_use.Subject(each.name, operators, device, dtype, first_difference, made_of, (module,))
+    check = partial(_first_difference, each.load, device, dtype)
+    return first_use.Subject(each.name, operators, device, dtype, check, f"{each.made_of()}, {source}")
 
 
-def first_difference(name: str, operator: str, device: torch.device, dtype: torch.dtype) -> str:
-    """How an operator of an implementation differs from the reference; "" where it does not."""
-    function = next(getattr(each.load(), operator) for each in IMPLEMENTATIONS if each.name == name)
-    return hard_problems.first_difference(operator, function, device, dtype)
+def _first_difference(load: Callable[[], Operators], device: torch.device, dtype: torch.dtype, operator: str) -> str:
+    return hard_problems.first_difference(operator, getattr(load(), operator), device, dtype)
 
 
 def _triton_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -157,6 +154,10 @@ def _load_gpu() -> Operators:
     return OPERATORS
 
 
+def _load_cpu() -> Operators:
+    return CPU_OPERATORS
+
+
 NAMES = tuple(field.name for field in fields(Operators))
 IMPLEMENTATIONS = [
     Implementation(
@@ -168,7 +169,7 @@ IMPLEMENTATIONS = [
     ),
     Implementation(
         "cpu",
-        lambda: CPU_OPERATORS,
+        _load_cpu,
         _cpu_unsupported,
         lambda device: f"C++ kernels, path {loaded().path!r}",
         lambda: f"{loaded().file.name}, path {loaded().path}",

@@ -12,7 +12,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +174,7 @@ def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> 
 @torch.compiler.assume_constant_result
 def wrong_default(device: torch.device, dtype: torch.dtype, transposed: bool) -> str | None:
     """Why cuSPARSELt's default algorithm is not trusted where nothing was measured; None where it is right."""
-    reason = first_use.verdicts(subject(device, dtype))["linear" if transposed else "mm"]  # Dynamo hands on no tuple
+    reason = first_use.verdict(subject(device, dtype), "linear" if transposed else "mm")
     return f"cuSPARSELt failed its check on first use: {reason}" if reason else None
 
 
@@ -195,9 +195,9 @@ def _kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
-    """What is checked of cuSPARSELt on first use."""
-    operators = ("linear", "mm")
-    return first_use.Subject("cusparselt", operators, device, dtype, first_difference, str(cusparselt.version()))
+    """cuSPARSELt's two GEMMs, to be compared with dense math."""
+    check = partial(first_difference, device, dtype)
+    return first_use.Subject("cusparselt", ("linear", "mm"), device, dtype, check, str(cusparselt.version()))
 
 
 def tune(

@@ -86,8 +86,8 @@ def check(cases: list[Case], algorithm: Algorithm) -> Tensor:
 
 
 @torch.no_grad()
-def first_difference(name: str, operator: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with cuSPARSELt's default algorithm on a small "linear" or "mm"; "" where nothing is."""
+def first_difference(device: torch.device, dtype: torch.dtype, operator: str) -> str:
+    """The reason why cuSPARSELt's default algorithm is wrong on a small "linear" or "mm"; "" where it is right."""
     problem = linear_problem(48, 128, 64, dtype) if operator == "linear" else mm_problem(128, 48, 64, dtype)
     try:
         check(prepare(problem, device), Algorithm())
