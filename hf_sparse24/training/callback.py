@@ -1,7 +1,7 @@
 """Sparse24Callback: the controller in any Trainer. The only file that knows Trainer's events."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from accelerate.utils import reduce
 from torch import nn
@@ -18,11 +18,10 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
 from .checks import check_masters_unread
 from .checks import check_reference as check_reference_of
-from .controller import Sparse24Controller
+from .controller import Sparse24Controller, State
 from .distillation import Distiller, find_distiller
 from .resume import check_resumed, restore
 from .run_log import ConsoleFilter, RunLog
-from .step_masks import measuring_interval
 
 logger = get_logger(__name__)
 
@@ -35,7 +34,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
 
     Each log gets `flip_rate`, `kept_magnitude`, `sparse_phase` and the metrics of the method. Trackers (TensorBoard,
     W&B, trackio) also get `flip_rate/<layer>`, `steps_per_second` and `peak_memory_gb`; the console and
-    `trainer_state.json` do not. `sparse24_log.jsonl` in the output directory has them all, for `hf-sparse24 report`.
+    `trainer_state.json` do not. `sparse24_log.jsonl` in the output directory has them all.
 
     A resumed run equals an uninterrupted one.
 
@@ -54,7 +53,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         self._distiller: Distiller | None = None
         self._logged_step = 0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         # The Trainer writes it into trainer_state.json.
         controller = {} if self.controller is None else self.controller.state_dict()
         return {"args": {}, "attributes": {}, "controller": controller}
@@ -97,21 +96,21 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             callback._trainer = trainer
             load = trainer._load_optimizer_and_scheduler
 
+            make_card = trainer.create_model_card
+
             def load_and_tell(checkpoint: str | None) -> None:
                 """With every engine the Trainer calls it with the checkpoint's directory before `on_train_begin`."""
                 if checkpoint is not None:
-                    adopt(cast(nn.Module, trainer.model))  # as the checkpoint's config names layers
-                    # Before the optimizer of another method is loaded.
-                    check_resumed(cast(nn.Module, trainer.model), checkpoint, warn=False)
+                    model = cast(nn.Module, trainer.model)
+                    adopt(model)  # as the checkpoint's config names layers
+                    check_resumed(model, checkpoint, warn=False)  # before the optimizer of another method is loaded
                     callback.checkpoint = checkpoint
                     callback._put_first(trainer)
                 load(checkpoint)
 
-            make_card = trainer.create_model_card
-
-            def make_true_card(*args: Any, **kwargs: Any) -> None:
+            def make_true_card(*args: object, **kwargs: object) -> None:
                 """`Trainer.push_to_hub` calls it before it uploads, and TRL before it saves."""
-                make_card(*args, **kwargs)
+                make_card(*args, **kwargs)  # type: ignore[arg-type]  # whatever it was called with
                 extensions.hub.describe_checkpoint(trainer.model, trainer.args.output_dir, trainer.hub_model_id)
 
             trainer._load_optimizer_and_scheduler = load_and_tell  # type: ignore[method-assign]
@@ -131,7 +130,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self._distiller is not None:
             self._distiller.reset()
         self._logged_step = state.global_step
-        states: Any = state.stateful_callbacks  # by the names of classes
+        states = cast(dict[str, State], state.stateful_callbacks)  # by the names of classes
         saved = states.get(type(self).__name__, {})  # none where another trainer began the run
         states.setdefault(type(self).__name__, self.state())
         if sparse_run(model) is None and sparse_weights(model, PACKED):
@@ -146,14 +145,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
             check_resumed(model, self.checkpoint)
             restore(model, self.checkpoint)
-        self.controller = Sparse24Controller(
-            model,
-            kwargs["optimizer"],
-            total_steps=state.max_steps,
-            seed=args.seed,
-            step=state.global_step,
-            metrics_interval=measuring_interval(args, state),
-        )
+        # The steps that log by epoch are not known ahead: then the flip rate is measured in all.
+        interval = max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
+        numbers = {"step": state.global_step, "seed": args.seed, "metrics_interval": interval}
+        self.controller = Sparse24Controller(model, kwargs["optimizer"], state.max_steps, **numbers)
         method = self.controller.run.method
         if method.teacher_loss is not None and self._distiller is None:
             way = "pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
@@ -225,15 +220,15 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             logs.update(measured)  # which ConsoleFilter keeps from the console
 
     def _metrics(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, float]:
-        """What this callback adds to a log of training."""
-        metrics: dict[str, float] = {}
+        """The numbers that this callback adds to a log of training."""
+        metrics = {} if self.controller is None else self.controller.metrics()
+        if self._distiller is None:
+            return metrics
         # On every process: they average, and where weights are sharded, all of them compute.
-        if self._distiller is not None:
-            means = self._distiller.means(state.global_step - self._logged_step)
-            # Shares of means are divided by the labels of all processes. Tensor parallelism repeats labels.
-            shares = args.world_size // (getattr(model, "_tp_size", None) or 1)
-            scale = shares if args.average_tokens_across_devices and not self._distiller.is_mean else 1
-            metrics |= {name: reduce(mean, "mean").item() * scale for name, mean in means.items()}
-            self._distiller.reset()
-            self._logged_step = state.global_step
-        return metrics if self.controller is None else metrics | self.controller.metrics()
+        means = self._distiller.means(state.global_step - self._logged_step)
+        # Shares of means are divided by the labels of all processes. Tensor parallelism repeats labels.
+        shares = args.world_size // (getattr(model, "_tp_size", None) or 1)
+        scale = shares if args.average_tokens_across_devices and not self._distiller.is_mean else 1
+        self._distiller.reset()
+        self._logged_step = state.global_step
+        return {name: reduce(mean, "mean").item() * scale for name, mean in means.items()} | metrics

@@ -4,6 +4,7 @@ Forward decides nothing, since gradient checkpointing and accumulation repeat it
 such as masks, gradients, and the random streams of MVUE, as the method says.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .checks import check_ranks_agree
-from .optimizers import TorchOptimizer, check_optimizer, followed, warn_of_lost_updates
+from .optimizers import Handle, check_optimizer, followed, warn_of_lost_updates
 from .step_masks import RandomStreams, StepMasks, kept_magnitude
-from .zero import ZeroOptimizer
 
 logger = get_logger(__name__)
+
+State = dict[str, Any]
+"""Plain numbers and names by name, as `Sparse24Controller.state_dict` gives them."""
 
 
 class Sparse24Controller:
@@ -90,22 +93,21 @@ class Sparse24Controller:
         _check_ints(0, total_steps, step=step)
         _check_ints(0, seed=seed)
         self.model, self.run = _prepared(model)
-        self.weights, self.optimizer = sparse_weights(self.model), followed(optimizer, self.run.method)
+        self.weights, self._followed = sparse_weights(self.model), followed(optimizer, self.run.method)
+        self.optimizer = self._followed.optimizer
         self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
         self.step, self.micro_step = step, 0
         # Without a dense master a weight trains as any Parameter: nothing is done to it, and its mask never flips.
         masters = sparse_weights(self.model, TRAINED)
-        check_optimizer(masters, self.optimizer)
-        warn_of_lost_updates(masters, self.optimizer)
+        check_optimizer(masters, self._followed)
+        warn_of_lost_updates(masters, self._followed)
         self._masks = StepMasks(self.model, self.run, self.weights)
-        if not self._keeps_phase:
+        if not self.keeps_phase:
             self.run.method.check_run(total_steps, self.optimizer)
-        if step and self._has_own_optimizer and not self.optimizer.state:
-            logger.warning(f"step={step}: the optimizer of method {self.run.method.name!r} has no state; load it first")
         if self.run.controller is not None:
             self.run.controller.end()
         self._streams = RandomStreams(list(self.weights.values()))
-        self._hooks: list[Any] = []
+        self._hooks: Sequence[Handle] = ()
         self.run.controller = self
         self._masks.enter_phase(self.phase)
         self._masks.complete_state()
@@ -116,8 +118,6 @@ class Sparse24Controller:
             raise
         self._set_streams()
         self.run.open_step = object()
-        own: Any = self.optimizer
-        self._followed: Any = own if isinstance(own, ZeroOptimizer) else TorchOptimizer(own)
         self._hooks = self._followed.follow(self._before_step, self._change_gradients, self._after_step)
 
     @property
@@ -130,7 +130,7 @@ class Sparse24Controller:
         """How the model computes in the next step: `"sparse"`, `"dense"`, or another phase of the method. It stays
         where all sparse weights are frozen, or some below adapters, and after a run that has finished."""
         run = self.run
-        return run.phase if self._keeps_phase else run.method.phase(self.step, self.total_steps, self.optimizer)
+        return run.phase if self.keeps_phase else run.method.phase(self.step, self.total_steps, self.optimizer)
 
     def end(self) -> None:
         """Stop following the optimizer. Call it where training stops before `total_steps`."""
@@ -175,13 +175,12 @@ class Sparse24Controller:
         """
         return self._masks.flip_rates()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what the controller needs to go on.
 
         Returns:
             Plain numbers by name, `flips` by name of the weight. Masks and scales are in the model's `state_dict`.
         """
-        is_stateless = self._has_own_optimizer and self.step and not self.optimizer.state
         return {
             "method": self.run.method.name,
             "step": self.step,
@@ -190,10 +189,9 @@ class Sparse24Controller:
             "finished": self.run.facts.finished,
             "phase": self.run.phase,
             "flips": {name: int(count) for name, count in self._masks.flips.items()},
-            "uses_optimizer_state": not is_stateless,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict()` gave; load those of the model and of the optimizer first.
 
         Args:
@@ -212,13 +210,9 @@ class Sparse24Controller:
         self._set_streams()
 
     @property
-    def _keeps_phase(self) -> bool:
-        """The method's schedule does not apply."""
+    def keeps_phase(self) -> bool:
+        """Whether the method's schedule does not apply."""
         return self._masks.is_frozen or self.run.facts.finished
-
-    @property
-    def _has_own_optimizer(self) -> bool:
-        return self.run.method.overrides("make_optimizer") and not self._keeps_phase
 
     def _before_step(self) -> None:
         """Right before the optimizer uses the gradients."""
@@ -240,7 +234,7 @@ class Sparse24Controller:
         self.step += 1
         self.micro_step = 0
         keeps_state = self._masks.enter_phase(self.phase) or self.run.is_dense
-        if self.step == self.total_steps and not self._keeps_phase:
+        if self.step == self.total_steps and not self.keeps_phase:
             # Not where sparsity never began: STEP's switch waits while a GradScaler skips steps.
             method, first = self.run.method, self.run.method.schedule(self.total_steps).start
             has_been_sparse = method.phase(first, self.total_steps, self.optimizer) != DENSE_PHASE
@@ -275,7 +269,7 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
     return model, run
 
 
-def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
+def _check_state(state: State, controller: Sparse24Controller) -> None:
     """Raise ValueError where a controller cannot go on from `state`."""
     missing = sorted(set(controller.state_dict()) - set(state))
     if missing:
@@ -287,8 +281,8 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
     _check_ints(0, controller.total_steps, step=state["step"])
     _check_ints(0, micro_step=state["micro_step"], seed=state["seed"])
     check_phase(state["phase"], controller.run.method.phases)
-    is_lost = controller._has_own_optimizer and not controller.optimizer.state
-    if is_lost and state["step"] and state["uses_optimizer_state"]:
+    has_own = controller.run.method.overrides("make_optimizer") and not controller.keeps_phase
+    if has_own and state["step"] and not controller.optimizer.state:
         way = "trains by the state of the optimizer that it makes; load that first (save_only_model=True saves none)"
         raise ValueError(f"cannot go on at step {state['step']}: method {method!r} {way}")
     unknown = sorted(set(state["flips"]) - set(controller.weights))
@@ -296,7 +290,7 @@ def _check_state(state: dict[str, Any], controller: Sparse24Controller) -> None:
         raise ValueError(f"flips of {unknown[:5]}: the state is of another model, this one has no such weights")
 
 
-def _check_ints(low: int, high: int | None = None, **values: Any) -> None:
+def _check_ints(low: int, high: int | None = None, **values: object) -> None:
     for name, value in values.items():
         if type(value) is not int or value < low or (high is not None and value > high):
             allowed = f">= {low}" if high is None else f"in {low}..{high}"

@@ -2,37 +2,44 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ..methods import Piece, SparseMethod
+from ..methods.masked_adamw import Group
 from ..progress import get_logger
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
-from .zero import ZeroOptimizer, is_deepspeed
+from .zero import DeepSpeedZero, ZeroOptimizer, is_deepspeed
 
 logger = get_logger(__name__)
 
 
-def followed(optimizer: Any, method: SparseMethod) -> Any:
-    """The optimizer without accelerate's wrapper, since a method knows its own by class; DeepSpeed's as a
-    `ZeroOptimizer`. ValueError: it cannot be followed."""
+class Handle(Protocol):
+    """A handle of a hook, as torch gives it."""
+
+    def remove(self) -> None:
+        """End the hook; a second call does nothing."""
+
+
+def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroOptimizer":
+    """The optimizer as the controller follows it, without accelerate's wrapper, since a method knows its own by class.
+    ValueError: it cannot be followed."""
     if not is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         optimizer = getattr(optimizer, "optimizer", optimizer)
     if is_deepspeed(optimizer):
-        return ZeroOptimizer(optimizer, method)
+        return ZeroOptimizer(cast(DeepSpeedZero, optimizer), method)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
     if hasattr(optimizer, "fused_backward"):
         way = "it updates weights within backward, before masked decay and without steps to follow"
         raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW, or another that updates in step()")
-    return optimizer
+    return TorchOptimizer(optimizer)
 
 
-def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer | ZeroOptimizer) -> None:
+def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimizer | ZeroOptimizer") -> None:
     """Raise ValueError if the optimizer lacks a trainable part of a sparse weight."""
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
@@ -50,7 +57,7 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: torch.optim.
                 raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}")
 
 
-def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer | ZeroOptimizer) -> None:
+def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimizer | ZeroOptimizer") -> None:
     """Warn if Adam's learning rate is below half a ULP of bf16 or fp16 masters: its updates round away."""
     names = {id(weight.master): name for name, weight in weights.items() if weight.master.dtype.itemsize < 4}
     if isinstance(optimizer, ZeroOptimizer):
@@ -74,6 +81,10 @@ class TorchOptimizer:
         self.optimizer = optimizer
         self._takes_step = False
 
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.optimizer.param_groups
+
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """What this process updates of the weights that have a gradient; `mask` gives that of a weight by name."""
         # Looked up each time: loading an optimizer's state gives it other group objects.
@@ -87,9 +98,7 @@ class TorchOptimizer:
             pieces.append(Piece(name, values, gradient, float(rate or 0), partial(mask, name)))
         return pieces
 
-    def follow(
-        self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]
-    ) -> list[RemovableHandle]:
+    def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Handle]:
         """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
         that the optimizer is not going to take does not count. torch's handles end it."""
 

@@ -7,7 +7,6 @@ from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
-from transformers import TrainerState, TrainingArguments
 
 from ..extensions import extensions
 from ..run import SparseRun, set_phase
@@ -115,12 +114,6 @@ class StepMasks:
 def trains(weight: SparseWeight) -> bool:
     """Whether training changes the weight or a Parameter that its method adds."""
     return any(tensor.requires_grad for tensor in (weight.master, *weight.parameters.values()))
-
-
-def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
-    """Every how many steps a Trainer's run measures the flip rate: at those that log."""
-    # The steps that log by epoch are not known ahead.
-    return max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
 
 
 @torch.no_grad()

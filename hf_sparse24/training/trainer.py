@@ -89,7 +89,7 @@ class Sparse24Trainer(Trainer):
         self.sparse24_config = sparse24_config
         self.patch_report: PatchReport | None = None
         self.decay_tuning: DecayTuning | None = None
-        self._teaching: tuple[Any, DistillationConfig | None] | None = None
+        self._teaching: tuple[nn.Module, DistillationConfig | None] | None = None
         self._own_optimizer: optim.Optimizer | None = None
         if teacher is None and distillation is not None:
             raise ValueError(f"distillation={distillation!r} without a teacher; pass teacher=, or leave both out")
@@ -217,9 +217,12 @@ class Sparse24Trainer(Trainer):
         if not isinstance(model, PreTrainedModel) or sparse_run(model) is None:
             return super().push_to_hub(commit_message, **options)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        saved = {"processing_class": self.processing_class, "commit_message": commit_message}
-        asked: dict[str, Any] = {"token": self.args.hub_token, "revision": self.args.hub_revision}
-        asked |= saved | _card_details(self, options)
+        asked: dict[str, Any] = {
+            "token": self.args.hub_token,
+            "revision": self.args.hub_revision,
+            "commit_message": commit_message,
+        }
+        asked |= {"processing_class": self.processing_class} | _card_details(self, options)
         if self.hub_model_id is None:
             private = {"private": asked["private"]} if "private" in asked else {}  # Transformers 5.11 takes none
             self.init_hf_repo(token=asked["token"], **private)
@@ -263,14 +266,10 @@ def _check_own_loss(trainer: Trainer) -> None:
 
 def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
     """Raise ValueError where an optimizer is asked for that the method's own would silently replace."""
-    kind = OptimizerNames(trainer.args.optim)
-    is_default = kind in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)  # what Transformers takes
-    values = {
-        "optim": None if is_default else kind.value,
-        "optim_args": trainer.args.optim_args,
-        "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs,
-    }
-    asked = [f"{name}={value!r}" for name, value in values.items() if value]
+    args, defaults = trainer.args, (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+    values: list[tuple[str, object]] = [("optim", OptimizerNames(args.optim).value), ("optim_args", args.optim_args)]
+    values += [("optimizer_cls_and_kwargs", trainer.optimizer_cls_and_kwargs)]
+    asked = [f"{name}={value!r}" for name, value in values if value and value not in defaults]
     if asked:
         used = "learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay"
         way = "leave the others at their defaults, or take another method"

@@ -10,7 +10,7 @@ The attributes of DeepSpeed's classes used here are in 0.19.8, the version of th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class ZeroOptimizer:
             raise ValueError(f"DeepSpeed's {type(zero).__name__} is not supported: {way}")
         check_method(method)
         self.zero = zero
+        self.optimizer: Any = self  # methods read its param_groups
 
     @property
     def param_groups(self) -> list[Group]:
@@ -60,9 +61,7 @@ class ZeroOptimizer:
             if id(weight.master) in ids and _mapping(weight) is not None
         ]
 
-    def follow(
-        self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]
-    ) -> "list[ZeroOptimizer]":
+    def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Self]:
         """Call `before` and `after` around each step, and `change` when the gradients of a group are final. A step that
         ZeRO skips because gradients have overflowed does not count.
 

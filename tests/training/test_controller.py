@@ -335,7 +335,7 @@ def test_steps_that_round_to_nothing_cost_one_warning(dtype, learning_rate, warn
         assert ((first_weight(model).master == before).float().mean() > 0.5) == warns
 
 
-def test_a_controller_for_a_later_step_needs_the_state_of_the_methods_optimizer(caplog):
+def test_a_controller_for_a_later_step_needs_the_state_of_the_methods_optimizer():
     model, _ = patched("step", switch_after=1, switch_by=2)
     optimizer = StepAdamW(step_param_groups(model), total_steps=9, switch_after=1, switch_by=2)
     controller = Sparse24Controller(model, optimizer, total_steps=9)
@@ -346,9 +346,7 @@ def test_a_controller_for_a_later_step_needs_the_state_of_the_methods_optimizer(
     controller = Sparse24Controller(model, fresh, total_steps=9)
     with pytest.raises(ValueError, match=r"cannot go on at step 3: method 'step' trains by the state of the"):
         controller.load_state_dict(states[0])
-    assert "has no state" not in caplog.text and controller.step == 0
-    Sparse24Controller(model, fresh, total_steps=9, step=3)
-    assert "step=3: " in caplog.text
+    assert controller.step == 0
     fresh.load_state_dict(states[1])
     controller = Sparse24Controller(model, fresh, total_steps=9)
     controller.load_state_dict(states[0])
