@@ -11,55 +11,32 @@ error, because a few tokens of most language models hold nearly all of the varia
 import math
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..progress import Progress, get_logger
-from .replay import Call, tensors
+from .block import Block, BlockExample
+from .options import Options
 
 logger = get_logger(__name__)
 
 WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
 
-class BlockExample(NamedTuple):
-    """A call of a block with the inputs of the pruned model, the dense model's output there, and which tokens count."""
-
-    call: Call
-    target: Tensor
-    counts: Tensor | None
-
-    def error(self) -> Tensor:
-        """The squared error of the output relative to the target's square, for each token that counts: `[tokens]`."""
-        output, target = tensors(self.call.compute().output)[0].float(), self.target.float()
-        if self.counts is not None:
-            output, target = output[self.counts], target[self.counts]
-        size = target.square().sum(-1)
-        # A token that the dense model sets to almost nothing must not outweigh all others.
-        least = (0.1 * size.median()).clamp(min=torch.finfo().tiny) if len(size) else size
-        return ((output - target).square().sum(-1) / size.clamp(min=least)).flatten()
-
-
 def reconstruct_block(
-    name: str,
-    block: nn.Module,
-    masks: dict[Tensor, Tensor],
-    before: Container[Tensor],
-    examples: list[BlockExample],
-    passes: int,
-    rate: float,
-    progress: Progress,
+    block: Block, masks: dict[Tensor, Tensor], before: Container[Tensor], options: Options, progress: Progress
 ) -> tuple[float, float]:
     """Train a block's kept weights, biases and norms in place, and return its `BlockReport.error` before and after.
 
     A block whose training gains nothing stays as it was, and so do Parameters of blocks `before`. Each example is one
-    step of Adam in every pass, at `rate` times the root mean square of each parameter. ValueError where the block's
-    outputs have NaN or inf, or it writes into its inputs.
+    step of Adam in every pass, at `learning_rate` times the root mean square of each parameter. ValueError: the
+    block's outputs have NaN or inf, or it writes into its inputs.
     """
+    name, module, examples, passes = block.name, block.module, block.examples, options.passes
     trained = [
-        p for p in block.parameters() if p in masks or (p not in before and p.dim() == 1 and p.is_floating_point())
+        p for p in module.parameters() if p in masks or (p not in before and p.dim() == 1 and p.is_floating_point())
     ]
     start = [parameter.detach().clone() for parameter in trained]
     versions = [example.call.versions() for example in examples]
@@ -71,11 +48,11 @@ def reconstruct_block(
         raise ValueError(f"{name} writes into its inputs, so block reconstruction cannot compute it again: {way}")
     if not trained:  # it shares all that it has with blocks before it
         return error, error
-    with _trainable(block, trained), _autocast(start[0].device.type, start[0].dtype):
+    with _trainable(module, trained), _autocast(start[0].device.type, start[0].dtype):
         kept = [p[masks[p]] if p in masks else p for p in trained]
         sizes = [values.float().square().mean().sqrt().item() for values in kept]
         smallest = min((size for size in sizes if size), default=1.0)  # for biases that are zero, and could not move
-        groups = [{"params": [p], "lr": rate * (size or smallest)} for p, size in zip(trained, sizes)]
+        groups = [{"params": [p], "lr": options.learning_rate * (size or smallest)} for p, size in zip(trained, sizes)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
         steps = passes * len(examples)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))

@@ -1,10 +1,9 @@
 """Calibration: statistics of what each layer of a model gets as input, one block of the model after the other."""
 
-import functools
 import inspect
 from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from ..progress import Progress, get_logger
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
-from .blockwise import BlockExample
+from .block import Block, BlockExample
 from .replay import Computed, Course, Effect, ModelInputs, Replay, tensors
-from .statistics import Gram, InputNorms, LastInput, counted, padding_masks
+from .statistics import Gram, InputHooks, InputNorms, counted, padding_masks
 
 logger = get_logger(__name__)
 
@@ -64,14 +63,6 @@ def _check_padding(index: int, inputs: ModelInputs) -> None:
         raise ValueError(f"batch {index} of data: encoder and decoder have one length and other padding; {way}")
 
 
-class CalibratedBlock(NamedTuple):
-    """A block of the model by its name in `Replay.blocks`, with statistics of its weights' inputs by their names."""
-
-    name: str
-    statistics: dict[str, Gram | InputNorms]
-    examples: list[BlockExample]
-
-
 def calibrate(
     model: nn.Module,
     weights: dict[str, SparseWeight],
@@ -79,68 +70,54 @@ def calibrate(
     kind: type[Gram] | type[InputNorms],
     with_examples: bool = False,
     finished: Container[str] = (),
-) -> Generator[CalibratedBlock, None, None]:
+) -> Generator[Block, None, None]:
     """Yield the blocks that have `weights`, in the order that they run, under `torch.no_grad` and in eval mode.
 
     The caller may change a block's weights until it asks for the next block, whose inputs then come from the changed
     one. Batches with the same names must run the same blocks in the same order. For examples, every block computes a
     third time for each batch. `finished` blocks come without statistics and examples: the caller restores them.
     """
-    blocks: dict[str, dict[str, SparseWeight]] = {}
+    blocks: dict[str, Block] = {}
     for name, weight in weights.items():
-        blocks.setdefault(_block_of(model, name), {})[name] = weight
-    unpruned = set(weights)
-    found: dict[str, Gram | InputNorms] = {}
+        path = _block_of(model, name)
+        blocks.setdefault(path, Block(path, model.get_submodule(path))).weights[name] = weight
     pruned_effects: list[list[Effect]] = [[] for _ in batches]
     dense_effects: list[list[Effect]] = [[] for _ in batches]
-    last_input: LastInput | None = None  # of the pass that measures; None in others
-
-    def before_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if last_input is None:
-            return
-        if name in unpruned:
-            replay.final = False
-        if name in found:
-            last_input.add_to(found[name], args[0] if args else next(iter(kwargs.values())))
-
     progress = Progress("calibration", len(batches) * len(blocks), "batch", logger.info)
     replay = Replay(model)
-    with progress, evaluating(model), _without_caches(model), replay.intercepting(), ExitStack() as hooks:
+    with progress, evaluating(model), _without_caches(model), replay.intercepting(), ExitStack() as stack:
         courses: dict[frozenset[str], Course] = {}
         for inputs in batches:
             if frozenset(inputs) not in courses:
                 courses[frozenset(inputs)] = replay.study(inputs)
         longest_first = sorted(courses.values(), key=lambda course: -len(course.calls))  # texts alone skip images
         order = dict.fromkeys(name for course in longest_first for name in course.ends if name in blocks)
-        _check_reached([name for block, theirs in blocks.items() if block not in order for name in theirs])
-        for name, weight in weights.items():
-            hook = functools.partial(before_layer, name)
-            hooks.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
-        for block in order:
-            is_new = block not in finished
-            found = {name: kind(weight, len(batches)) for name, weight in blocks[block].items() if is_new}
-            examples: list[BlockExample] = []
+        _check_reached([name for block in blocks.values() if block.name not in order for name in block.weights])
+        hooks = InputHooks(replay, weights, stack)
+        for block in map(blocks.pop, order):
+            is_new = block.name not in finished
+            if is_new:
+                block.statistics |= {name: kind(weight, len(batches)) for name, weight in block.weights.items()}
             for inputs, pruned, dense in zip(batches, pruned_effects, dense_effects):
                 progress.update()
                 course = courses[frozenset(inputs)]
-                if block not in course.ends:
+                if block.name not in course.ends:
                     continue
                 calls: Computed = []
                 if is_new:
-                    last_input = LastInput(padding_masks(inputs))
-                    calls = replay.run(inputs, course, pruned, course.ends[block])
-                    last_input = None
+                    with hooks.measuring(block.statistics, padding_masks(inputs)):
+                        calls = replay.run(inputs, course, pruned, course.ends[block.name])
                 if with_examples:
-                    targets = replay.run(inputs, course, dense, course.ends[block])
+                    targets = replay.run(inputs, course, dense, course.ends[block.name])
                     if is_new:
-                        examples += _examples(replay, block, calls, targets, inputs)
-            for name, statistics in found.items():
+                        block.examples += _examples(replay, block.name, calls, targets, inputs)
+            for name, statistics in block.statistics.items():
                 if not statistics.squares.isfinite().all():
                     raise ValueError(f"NaN or inf in the inputs of {layer_name(name)}: check the data and the dtype")
                 statistics.finish()
-            _check_reached([name for name, statistics in found.items() if statistics.tokens == 0])
-            yield CalibratedBlock(block, found, examples)
-            unpruned -= blocks[block].keys()
+            _check_reached([name for name, statistics in block.statistics.items() if statistics.tokens == 0])
+            yield block
+            hooks.unpruned -= block.weights.keys()
 
 
 def _examples(

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..files import locked, written_whole
+from .block import Block
 from .replay import ModelInputs
+from .report import LayerReport
 
 _MASK, _FILE = "mask of ", "block-{:04}.safetensors"
 
@@ -51,28 +53,30 @@ class FinishedBlocks:
     def __contains__(self, block: object) -> bool:
         return block in self._paths
 
-    def save(self, name: str, block: nn.Module, masks: dict[str, Tensor], report: dict[str, Any]) -> None:
-        """Write a finished block, with the masks of its weights by name."""
+    def save(self, block: Block) -> None:
+        """Write the file of a pruned block."""
         if self.directory is None:
             return
-        tensors = {key: value.detach().cpu().contiguous() for key, value in block.named_parameters()}
-        tensors |= {_MASK + key: mask.cpu().contiguous() for key, mask in masks.items()}
-        facts = {"run": self._run, "block": name, "report": json.dumps(report), "content": _hash(tensors)}
+        tensors = {key: value.detach().cpu().contiguous() for key, value in block.module.named_parameters()}
+        tensors |= {_MASK + key: mask.cpu().contiguous() for key, mask in block.masks.items()}
+        facts = {"run": self._run, "block": block.name, "content": _hash(tensors)}
+        facts["report"] = json.dumps([block.errors, *map(vars, block.layers)])
         path = self.directory / _FILE.format(len(self._paths))
         with written_whole(path) as part:
             save_file(tensors, part, facts)
-        self._paths[name] = path
+        self._paths[block.name] = path
 
-    def load(self, name: str, block: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Write a finished block's parameters into the model; returns the masks and the report."""
-        path, device = self._paths[name], next(block.parameters()).device
+    def load(self, block: Block) -> None:
+        """Restore a pruned block from its file: its parameters, and what pruning made of it."""
+        path, device = self._paths[block.name], next(block.module.parameters()).device
         tensors, facts = load_file(path), _facts(path)
         if facts["content"] != _hash(tensors):
             raise _damaged(path)
-        for key, parameter in block.named_parameters():
+        for key, parameter in block.module.named_parameters():
             parameter.copy_(tensors[key])
-        masks = {k.removeprefix(_MASK): mask.to(device) for k, mask in tensors.items() if k.startswith(_MASK)}
-        return masks, json.loads(facts["report"])
+        block.masks = {k.removeprefix(_MASK): mask.to(device) for k, mask in tensors.items() if k.startswith(_MASK)}
+        block.errors, *layers = json.loads(facts["report"])
+        block.layers = [LayerReport(**layer) for layer in layers]
 
 
 def _facts(path: Path) -> dict[str, str]:

@@ -5,9 +5,9 @@ for what earlier ones lost. As in the block loops of SparseGPT and Wanda, the wo
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping
-from contextlib import closing
-from dataclasses import asdict, replace
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -21,11 +21,12 @@ from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
 from ..progress import Progress, get_logger
 from ..run import patched_config, set_phase, sparse_run
-from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
+from .block import Block
 from .blockwise import reconstruct_block
 from .budget import choose, lowest
-from .calibration import CalibratedBlock, calibrate, check_batch, uncached
+from .calibration import calibrate, check_batch, uncached
 from .finished_blocks import FinishedBlocks
 from .options import Options, check_config, check_weights
 from .prune_layer import prune_layer, round_layer
@@ -34,7 +35,7 @@ from .report import BlockReport, LayerReport, OneshotReport
 logger = get_logger(__name__)
 
 PASSES, STEPS = 8, 1_000
-"""Of block reconstruction by default: passes, or as many as make so many steps where that is fewer."""
+"""Default passes of block reconstruction: 8, or fewer, to stay within 1,000 steps."""
 
 
 @torch.inference_mode(False)
@@ -72,8 +73,8 @@ def oneshot(
             output of the dense model's block (arXiv 2510.14444); run it under `torch.autocast` or with a model in bf16.
             `"layer"` moves them and the bias towards the least-squares optimum of the layer's output, damped and
             stopped early (AdaPrune, arXiv 2102.08124). `None` leaves them.
-        passes: of block reconstruction over the data; None for 8, or for as many as make 1,000 steps where that is
-            fewer. Each batch is a step: give batches of 256 to 1,000 tokens.
+        passes: of block reconstruction over the data; None for 8, or fewer, to stay within 1,000 steps. Each batch is a
+            step: give batches of 256 to 1,000 tokens.
         learning_rate: of block reconstruction with Adam, relative to the root mean square of each weight's kept values.
         damping: pull towards the dense weights in SparseGPT and `"layer"`, as a share of the mean squared input, which
             is added to the diagonal. SparseGPT raises it, with a warning, if the matrix is not positive definite.
@@ -126,85 +127,90 @@ def oneshot(
         config = choose(model, batches, config, options, budget, resume_dir)
     patch = replace(patch_model(model, config), is_pretrained=False)  # nothing has to be done first
     weights = sparse_weights(model)
-    originals: dict[Tensor, Tensor] = {}
-    masks: dict[Tensor, Tensor] = {}
-    layers: dict[str, LayerReport] = {}
-    blocks: list[BlockReport] = []
-    try:
+    with _all_or_nothing(model) as originals:
         check_weights(weights)
         if values == "int8":
             check_packed_forms(weights, "values='int8'", "are not rounded")
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
         finished = FinishedBlocks(resume_dir, model, batches, asdict(options) | {"config": config.to_dict()})
-        progress = Progress(
-            f"pruning by {criterion}", len({weight.parameter for weight in weights.values()}), "layer", logger.info
-        )
+        number = len({weight.parameter for weight in weights.values()})
+        progress = Progress(f"pruning by {criterion}", number, "layer", logger.info)
+        pruning = _Pruning(options, finished, progress, originals)
         calibrated = calibrate(model, weights, batches, options.statistics, reconstruct == "block", finished)
         with closing(finished), progress, uncached(weights), closing(calibrated):
             for block in calibrated:
-                module = model.get_submodule(block.name)
-                own = {name: weight for name, weight in weights.items() if name.startswith(f"{block.name}.")}
-                before = set(originals)  # what blocks share is trained in the first
-                originals |= {p: p.to("cpu", copy=True) for p in module.parameters() if p not in before}
-                if block.name in finished:
-                    found, facts = finished.load(block.name, module)
-                    progress.update(len(found))
-                else:
-                    # A weight that layers share is pruned where it runs first.
-                    new = {name: weight for name, weight in own.items() if weight.parameter not in masks}
-                    found, facts = _prune_block(module, new, block, before, options, progress)
-                    finished.save(block.name, module, found, facts)
-                masks |= {own[name].parameter: mask for name, mask in found.items()}
-                layers |= {layer["name"]: LayerReport(**layer) for layer in facts["layers"]}
-                if facts["errors"] is not None:
-                    blocks.append(BlockReport(block.name, *facts["errors"]))
-                for weight in own.values():
-                    (view,) = weight.views()
-                    weight.set_state(weight.method.adopt_mask(view, masks[weight.parameter]))
+                pruning.add(block)
         set_phase(model, "sparse")
+    layers = pruning.layers
+    run: Any = sparse_run(model)
+    chosen = {} if budget is None else {"budget": budget}
+    counts = {"batches": len(batches), "tokens": max(layer.tokens for layer in layers.values())}
+    run.record(pruning=asdict(options) | chosen | counts)
+    reports = {name: layers[layer_name(name)] for name in weights if layer_name(name) in layers}
+    few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
+    if few:
+        logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
+    return OneshotReport(criterion, reconstruct, tuple(reports.values()), patch, values, tuple(pruning.blocks))
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
+    """Unpatch the model after an error, with the parameters that the context has put into the dict as they were."""
+    originals: dict[Tensor, Tensor] = {}
+    try:
+        yield originals
     except BaseException:
         torch.set_grad_enabled(False)  # an interrupt may come where training has it on
         for parameter, original in originals.items():
             parameter.copy_(original)
         unpatch_model(model, sparse=False)
         raise
-    tokens = max(layer.tokens for layer in layers.values())
-    run: Any = sparse_run(model)
-    chosen = {} if budget is None else {"budget": budget}
-    run.record(pruning=asdict(options) | chosen | {"batches": len(batches), "tokens": tokens})
-    reports = {name: layers[layer_name(name)] for name in weights if layer_name(name) in layers}
-    few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
-    if few:
-        logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
-    return OneshotReport(criterion, reconstruct, tuple(reports.values()), patch, values, tuple(blocks))
 
 
-def _prune_block(
-    module: nn.Module,
-    weights: dict[str, SparseWeight],
-    block: CalibratedBlock,
-    before: Container[Tensor],
-    options: Options,
-    progress: Progress,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Prune the `weights` of a block, and return their masks and what the report says, as plain values. Parameters of
-    blocks `before` stay as they are."""
-    masks: dict[Tensor, Tensor] = {}
-    found, layers, errors = {}, [], None
-    for name, weight in weights.items():
-        if weight.parameter in masks:  # which the block shares among its layers
-            continue
-        with torch.autocast(weight.parameter.device.type, enabled=False):  # for its solvers
-            report, found[name] = prune_layer(name, weight, block.statistics[name], options)
-        masks[weight.parameter] = found[name]
-        layers.append(vars(report))
-        progress.update(note=f"error {report.error:.1%}")
-    if options.reconstruct == "block":
-        errors = reconstruct_block(
-            block.name, module, masks, before, block.examples, options.passes, options.learning_rate, progress
-        )
-        progress.update(0, f"error of the block {errors[1]:.1%}")
-        if options.values == "int8":
-            for name in found:
-                round_layer(weights[name], block.statistics[name], options.damping)
-    return found, {"layers": layers, "errors": errors}
+@dataclass
+class _Pruning:
+    """A call of `oneshot`: the masks and reports of the blocks so far, and copies of their dense parameters."""
+
+    options: Options
+    finished: FinishedBlocks
+    progress: Progress
+    originals: dict[Tensor, Tensor]
+    masks: dict[Tensor, Tensor] = field(default_factory=dict)
+    layers: dict[str, LayerReport] = field(default_factory=dict)
+    blocks: list[BlockReport] = field(default_factory=list)
+
+    def add(self, block: Block) -> None:
+        """Prune a block, or load it from its file; from then on its layers compute with their masks."""
+        before = set(self.originals)  # what blocks share is trained in the first
+        self.originals |= {p: p.to("cpu", copy=True) for p in block.module.parameters() if p not in before}
+        if block.name in self.finished:
+            self.finished.load(block)
+            self.progress.update(len(block.masks))
+        else:
+            self._prune(block, before)
+            self.finished.save(block)
+        self.masks |= {block.weights[name].parameter: mask for name, mask in block.masks.items()}
+        self.layers |= {layer.name: layer for layer in block.layers}
+        if block.errors is not None:
+            self.blocks.append(BlockReport(block.name, *block.errors))
+        for weight in block.weights.values():
+            (view,) = weight.views()
+            weight.set_state(weight.method.adopt_mask(view, self.masks[weight.parameter]))
+
+    def _prune(self, block: Block, before: Container[Tensor]) -> None:
+        """Prune the weights of a block that no block before has. Parameters of blocks `before` stay as they are."""
+        options, masks = self.options, dict[Tensor, Tensor]()
+        for name, weight in block.weights.items():
+            if weight.parameter in self.masks or weight.parameter in masks:  # layers share it
+                continue
+            with torch.autocast(weight.parameter.device.type, enabled=False):  # for its solvers
+                report, mask = prune_layer(name, weight, block.statistics[name], options)
+            block.masks[name] = masks[weight.parameter] = mask
+            block.layers.append(report)
+            self.progress.update(note=f"error {report.error:.1%}")
+        if options.reconstruct == "block":
+            block.errors = reconstruct_block(block, masks, before, options, self.progress)
+            self.progress.update(0, f"error of the block {block.errors[1]:.1%}")
+            if options.values == "int8":
+                for name in block.masks:
+                    round_layer(block.weights[name], block.statistics[name], options.damping)

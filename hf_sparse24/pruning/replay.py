@@ -10,6 +10,7 @@ an encoder's. The others become NaN of the same shape, so that an unexpected rea
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -86,41 +87,37 @@ class Replay:
         self.model = model
         self.blocks = dict(_blocks(model))
         self.final = True
+        self._is_inside = False  # a block computes: blocks within it are not intercepted
         self._on_call: Callable[[Call], Any] = lambda call: call.compute().output
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
         """Let the current pass make every call of a block that does not run within another block."""
-        inside = False
-
-        def intercept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(forward)
-            def intercepted(*args: Any, **kwargs: Any) -> Any:
-                def compute() -> Any:
-                    nonlocal inside
-                    inside = True
-                    try:
-                        return forward(*args, **kwargs)
-                    finally:
-                        inside = False
-
-                if inside:
-                    return forward(*args, **kwargs)
-                return self._on_call(Call(block, [*args, *kwargs.values()], compute))
-
-            return intercepted
-
         # accelerate puts a forward into the instance, which must come back.
         own = {block: block.__dict__.get("forward") for block in self.blocks}
         try:
             for block in own:
-                block.__dict__["forward"] = intercept(block, block.forward)
+                intercepted = functools.partial(self._call, block, block.forward)
+                block.__dict__["forward"] = functools.wraps(block.forward)(intercepted)
             yield
         finally:
             for block, forward in own.items():
                 block.__dict__.pop("forward", None)
                 if forward is not None:
                     block.__dict__["forward"] = forward
+
+    def _call(self, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return forward(*args, **kwargs)
+
+        def compute() -> Any:
+            self._is_inside = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._is_inside = False
+
+        return self._on_call(Call(block, [*args, *kwargs.values()], compute))
 
     def run(self, inputs: ModelInputs, course: Course, effects: list[Effect], stop: int) -> Computed:
         """Run one pass up to the call with number `stop`, and return the calls that it computed.
@@ -176,27 +173,25 @@ class Replay:
 
     def _last_use(self, inputs: ModelInputs, effects: list[Effect], dropped: int) -> int:
         """Return `last_use` of a call, from a pass that replays all calls, this one with NaN."""
-        last = dropped
+        readers = [dropped]
 
         def make(number: int, call: Call) -> Effect:
-            nonlocal last
             if call.gets_nan():
-                last = number
+                readers.append(number)
             return call.replay(_nan(effects[number]) if number == dropped else _copy(effects[number]))
 
         try:
             self._pass(inputs, make, len(effects) - 1)
         except Exception:  # the model reads it between blocks, and raises
             return len(effects)
-        return last
+        return readers[-1]
 
     def _pass(self, inputs: ModelInputs, make: Callable[[int, Call], Effect], stop: int | None) -> None:
         """Run a forward pass in which `make(number, call)` makes the calls, up to number `stop` or to the end."""
-        number = -1
+        numbers = itertools.count()
 
         def on_call(call: Call) -> Any:
-            nonlocal number
-            number += 1
+            number = next(numbers)
             effect = make(number, call)
             if number == stop:
                 raise _PassDone

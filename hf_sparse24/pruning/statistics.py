@@ -1,12 +1,15 @@
 """Statistics of a layer's inputs: all that pruning needs to know of the data."""
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..weights.sparse_weight import SparseWeight
+from .replay import Replay
 
 
 class Gram:
@@ -69,25 +72,42 @@ def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
     return torch.zeros(sizes, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
 
 
-class LastInput:
-    """The last input of any layer with its summary. Layers share inputs: query, key and value do."""
+class InputHooks:
+    """Hooks before the layers to prune, which measure their inputs. Layers share inputs: query, key and value do."""
 
-    def __init__(self, masks: list[Tensor]):
-        self.masks = masks
-        self.x: Tensor | None = None
-        self.key: Any = None
+    def __init__(self, replay: Replay, weights: dict[str, SparseWeight], stack: ExitStack):
+        self.replay, self.unpruned = replay, set(weights)
+        self._statistics: dict[str, Gram | InputNorms] | None = None
+        self._x: Tensor | None = None
+        self._key: object = None
+        for name, weight in weights.items():
+            hook = functools.partial(self._before_layer, name)
+            stack.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def add_to(self, statistics: Gram | InputNorms, x: Tensor) -> None:
-        """Add inputs `[..., in]`, without padding if their shape is that of a padding mask `[batch, length]`."""
+    @contextmanager
+    def measuring(self, statistics: dict[str, Gram | InputNorms], masks: list[Tensor]) -> Iterator[None]:
+        """Add inputs `[..., in]` to the layers' statistics, but for the padding that masks `[batch, length]` show."""
+        self._statistics, self._masks, self._x = statistics, masks, None
+        yield
+        self._statistics = self._x = None
+
+    def _before_layer(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._statistics is None:
+            return
+        if name in self.unpruned:
+            self.replay.final = False
+        if name not in self._statistics:
+            return
+        x, statistics = args[0] if args else next(iter(kwargs.values())), self._statistics[name]
         key = (x._version, statistics.squares.dtype)
-        if x is not self.x or key != self.key:
-            rows, counts = x.reshape(-1, x.shape[-1]), counted(self.masks, x)
+        if x is not self._x or key != self._key:
+            rows, counts = x.reshape(-1, x.shape[-1]), counted(self._masks, x)
             rows = (rows if counts is None else rows[counts.flatten()]).to(statistics.squares)
-            self.x, self.key, self.tokens = x, key, len(rows)
+            self._x, self._key, self._tokens = x, key, len(rows)
             with torch.autocast(rows.device.type, enabled=False):
-                self.summary = statistics.summary(rows)
-        statistics.add(self.summary)
-        statistics.tokens += self.tokens
+                self._summary = statistics.summary(rows)
+        statistics.add(self._summary)
+        statistics.tokens += self._tokens
 
 
 def padding_masks(batch: Mapping[str, Tensor]) -> list[Tensor]:

@@ -110,7 +110,7 @@ def test_an_interrupt_while_measuring_leaves_the_model(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_sparse24.pruning.blockwise.BlockExample.error", interrupt)
+    monkeypatch.setattr("hf_sparse24.pruning.block.BlockExample.error", interrupt)
     with pytest.raises(KeyboardInterrupt):
         oneshot(model, batches(1), fixed_mask(), budget=0.7)
     assert_untouched(model, before, mode=False)
