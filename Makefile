@@ -9,8 +9,12 @@ BIN := .venv/bin
 demo: .venv/.recipes-installed
 	$(BIN)/python recipes/quickstart.py
 
-test: lint-check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+# The checks run beside the tests, and what they say comes last.
+test: .venv/.test-installed
+	@mkdir -p build; $(MAKE) --no-print-directory lint-check > build/lint-check.log 2>&1 & checks=$$!; \
+		$(BIN)/python -m pytest -q -n 2 --dist loadfile; tests=$$?; \
+		wait $$checks; failed=$$?; cat build/lint-check.log; \
+		test $$tests = 0 -a $$failed = 0 || { echo "make test: failed (tests $$tests, lint-check $$failed)"; exit 1; }
 
 # What takes long: engines are installed, real models run, processes are killed. None of these tests compares times. Files
 # that take minutes come first, or one core waits for the other at the end.
