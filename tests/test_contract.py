@@ -18,11 +18,10 @@ from hf_sparse24.run import patched_config, sparse_run
 from hf_sparse24.tools import doctor
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @every_method
-def test_life_of_a_model(method, name, tmp_path):
+def test_life_of_a_model(method, tmp_path):
     """Trains, its loss falls, its weights are 2:4 while sparse; saves, reloads, trains on, exports, unpatches."""
-    run = trainer(zoo.build(name), tmp_path / "run", method, save_strategy="steps", save_steps=STEPS // 2)
+    run = trainer(zoo.build("llama"), tmp_path / "run", method, save_strategy="steps", save_steps=STEPS // 2)
     run.train()
     losses = [log["loss"] for log in run.state.log_history if "loss" in log]
     assert losses[-1] < 0.8 * losses[0]
@@ -60,7 +59,7 @@ def test_life_of_a_model(method, name, tmp_path):
     unpatch_model(model)
     for plain in (exported, model):
         assert not hasattr(plain.config, "quantization_config")
-        assert plain.state_dict().keys() == zoo.build(name).state_dict().keys()
+        assert plain.state_dict().keys() == zoo.build("llama").state_dict().keys()
         if has_own_parameters:  # merged into one weight, which rounds
             torch.testing.assert_close(logits(plain), expected)
         else:

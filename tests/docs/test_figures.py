@@ -17,12 +17,15 @@ import style
 from paths import ROOT
 from PIL import Image
 
+of_drawings = pytest.mark.slow  # Matplotlib draws each in a second
+
 
 @functools.cache
 def drawn(name: str) -> str:
     return style.render(name)
 
 
+@of_drawings
 @pytest.mark.parametrize("name", style.PICTURES)
 def test_a_figure_draws(name):
     svg = drawn(name)
@@ -33,6 +36,7 @@ def test_a_figure_draws(name):
     assert not set(re.findall(r"#[0-9a-f]{6}\b", body)), "a colour that one of the two pages may not show"
 
 
+@of_drawings
 @pytest.mark.parametrize("name", style.PICTURES)
 def test_a_figure_is_legible_on_a_phone(name):
     """In the 358 pixels that a page has there, no text is smaller than 9."""
@@ -40,6 +44,7 @@ def test_a_figure_is_legible_on_a_phone(name):
     assert min(sizes) * 358 / style.PICTURES[name].width >= 9
 
 
+@of_drawings
 @pytest.mark.parametrize("name", style.PICTURES)
 def test_the_committed_file_is_what_is_drawn(name):
     pinned = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]

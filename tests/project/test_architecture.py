@@ -129,6 +129,7 @@ for registry, known in zip(TUNERS, tuners_before):
 """
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing_but_the_registries_of_transformers_and_peft(tmp_path):
     run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr

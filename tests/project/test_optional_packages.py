@@ -5,6 +5,7 @@ import subprocess
 import sys
 from configparser import ConfigParser
 
+import pytest
 from packaging.requirements import Requirement
 from paths import ROOT, SUPPORT
 
@@ -69,6 +70,7 @@ assert not imported & {absent!r}, imported & {absent!r}
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_the_packages_of_the_extras(tmp_path):
     absent = {"deepspeed", "triton"}.union(
         *(EXTRAS[extra] for extra in ("recipes", "report", "peft", "onnx", "solvers", "trl"))

@@ -67,6 +67,7 @@ def modules() -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_wheel(built):
     """Exactly our two packages and the command, every module of them, and no tests."""
     (wheel,) = built.glob("*.whl")
@@ -78,6 +79,7 @@ def test_wheel(built):
     assert {f"{native}/{path.name}" for path in SOURCES.iterdir()} == {name for name in names if native in name}
 
 
+@pytest.mark.slow
 def test_a_wheel_with_kernels(built, tmp_path):
     """The library that a user's process looks for, for one platform and any Python; the compiler is a script here."""
     compiler = tmp_path / "compiler"
@@ -92,6 +94,7 @@ def test_a_wheel_with_kernels(built, tmp_path):
     assert f"sparse24_kernels/cpu/native-{fingerprint()}.so" in zipfile.ZipFile(path).namelist()
 
 
+@pytest.mark.slow
 def test_sdist_has_the_packages_and_no_half_of_the_tests(built):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as files:

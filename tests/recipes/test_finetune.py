@@ -120,6 +120,7 @@ def test_best_answers_on_literal_numbers():
 # --- training ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["sst2", "mnli", "stsb"])
 def test_glue_trains_and_evaluates(tasks, tmp_path, task):
     trainer = glue.main(toy_flags("glue", tasks, tmp_path / "out", task=task, max_steps=3, max_samples=64))

@@ -179,7 +179,8 @@ def test_bf16_autocast(tmp_path):
     assert not torch.equal(weights(run.model), weights(train(tmp_path).model))
 
 
-@pytest.mark.parametrize("method", [pytest.param("s-ste", marks=pytest.mark.slow), "t-sr-ste"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
 def test_torch_compile(tmp_path, method):
     """Compiled without a graph break inside a layer, through the phases, to the eager result."""
     config = Sparse24Config(method=method, dense_start=1, dense_tail=1, target_modules="all-linear")
