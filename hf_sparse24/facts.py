@@ -19,7 +19,7 @@ def check_phase(phase: Any, phases: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a model's run has learned. A packed model keeps those of its run.
+    """The facts that a model's run has learned. A packed model keeps those of its run.
 
     Attributes:
         phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method.

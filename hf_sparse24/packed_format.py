@@ -15,12 +15,12 @@ PACKED_WEIGHTS = "packed.safetensors"
 PACKED_INDEX = "packed.safetensors.index.json"
 
 VALUES = ("float", "int8")
-"""What packed values are stored as: the weight's own dtype, or int8 with a scale for each row and 128 weights."""
+"""Packed values are stored in the weight's own dtype, or as int8 with a scale for each row and 128 weights."""
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """What `config.json` says of a packed model; docs/packed_format.md has the format.
+    """The entry `packed` of a packed model's `config.json`; docs/packed_format.md has the format.
 
     Attributes:
         weights: the pattern of each packed weight, by its name in the dense model's `state_dict`.

@@ -101,8 +101,8 @@ def _dense(name: str, tensor: Tensor, weight: SparseWeight | None) -> LazyTensor
 
 
 def _saved_tensors(model: PreTrainedModel, weights: Weights) -> dict[str, Tensor]:
-    """What a dense model of this architecture saves, by name: no state of the method, shared tensors once. In place of
-    packed weights stand dense tensors on the meta device."""
+    """The tensors by name that a dense model of this architecture saves: shared ones once, without a method's state.
+    In place of packed weights stand dense tensors on the meta device."""
     state_dict = {}
     for name, tensor in model.state_dict().items():
         master = packed_weight_name(name)

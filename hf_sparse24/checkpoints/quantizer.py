@@ -53,7 +53,7 @@ class Sparse24Quantizer(HfQuantizer):
         if self.pre_quantized and isinstance(quantization_config, SavedConfig):
             self.saved = quantization_config
         self.packed: PackedFormat | None = self.saved.facts.packed
-        """What the checkpoint says of its packed weights; None where it has none."""
+        """The entry `packed` of the checkpoint's config; None where no weight is packed."""
         self.has_packed_master = wants_packed_master(config if self.packed else self.saved.passed or config)
         self.is_late = False  # whether a dense checkpoint is loaded first, and the model patched then
 

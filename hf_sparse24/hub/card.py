@@ -140,12 +140,8 @@ def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) ->
 def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None:
     """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
     model = unwrap(model)
-    if (
-        sparse_run(model) is None
-        or not isinstance(model, PreTrainedModel)
-        or extensions.adapters.inside(model)
-        or rank() != 0
-    ):
+    is_whole = isinstance(model, PreTrainedModel) and not extensions.adapters.inside(model)
+    if not is_whole or sparse_run(model) is None or rank() != 0:
         return
     path = Path(directory) / CARD
     card = read_card(path, str(path))
@@ -183,8 +179,8 @@ def _is_dense(model: nn.Module, run: SparseRun, format: Format) -> bool:
 def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, format: Format, is_dense: bool) -> str:
     patterns = [weight.pattern for weight in sparse_weights(model, TRAINED).values()]
     shown = shown_patterns(patterns)
-    names = ", ".join([base] if isinstance(base, str) else base or [])
-    what = f"A Transformers model, made from {names}" if names else "A Transformers model"
+    names = [base] if isinstance(base, str) else base or []
+    what = f"A Transformers model, made from {', '.join(names)}" if names else "A Transformers model"
     if is_dense:
         how = "in a dense phase" if run.is_dense else "with adapters of its method merged"
         state = f"That training has ended {how}" if run.facts.finished else f"It was saved {how}"
@@ -212,8 +208,10 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
     source = json.dumps(model_id, ensure_ascii=False)  # as a Python string too: with quotes, backslashes, newlines
     load = [f"from transformers import {name}", "", f"model = {name}.from_pretrained({source}{options})"]
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
+    stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
+    text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
+    text += [_python(*load)]
     if format == "packed" or (format == "training" and run.facts.packed is not None):
-        stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
         text = [
             f"The sparse weights are packed: their {stored} and a mask of one bit a weight. **Reading them takes "
             "hf_sparse24**:",
@@ -227,9 +225,6 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
             _python("import hf_sparse24  # without this line, another model computes", *load),
             f"Otherwise Transformers warns of an unknown quantization type, and loads dense weights. {export}",
         ]
-    else:
-        text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
-        text += [_python(*load)]
     if checkpoint:
         text += [
             "To train on with the same method, load the training checkpoint, which has the dense master weights:",

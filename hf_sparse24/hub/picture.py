@@ -1,6 +1,5 @@
 """The picture of a run, by Matplotlib, an optional package: losses, flip rate and kept magnitude over the steps."""
 
-import io
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,9 +12,7 @@ from .losses import Control, History, Logs, by_step, control_history, evaluation
 logger = get_logger(__name__)
 
 PICTURE = "training.png"
-MIN_LOGS = 10
-"""Training draws no picture of fewer losses: they are as quickly read in its log."""
-
+MIN_LOGS = 10  # training draws no picture of fewer losses: they are as quickly read in its log
 _SPARSE, _DENSE, _GRID = "#1d5fd1", "#b45309", "#e4e8ee"
 
 
@@ -32,10 +29,11 @@ def is_available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def training_picture(log_history: Logs, control: Control | None = None) -> bytes | None:
-    """A PNG of a run's losses, flip rate and kept magnitude by the optimizer step.
+def write_picture(directory: Path, log_history: Logs, control: Control | None = None) -> Path | None:
+    """Write a PNG of a run's losses, flip rate and kept magnitude by the optimizer step.
 
     Args:
+        directory: where to.
         log_history: of the run, as `trainer.state.log_history` has it.
         control: a dense run, whose losses are drawn too; metrics by name have no steps, and are not drawn.
 
@@ -44,23 +42,20 @@ def training_picture(log_history: Logs, control: Control | None = None) -> bytes
     """
     history = by_step(log_history)
     losses = _losses("sparse", history)
-    if not losses:
-        return None
-    if not is_available():
+    if losses and not is_available():
         logger.warning(f"no {PICTURE}, the picture of this run: pip install matplotlib")
+    if not losses or not is_available():
         return None
     panels = {"loss": [*losses, *_losses("dense", control_history(control), is_dense=True)]}
     panels |= {key.replace("_", " "): _lines("sparse", history, key) for key in ("flip_rate", "kept_magnitude")}
-    return _drawn({title: lines for title, lines in panels.items() if lines})
-
-
-def write_picture(directory: Path, log_history: Logs, control: Control | None = None) -> Path | None:
-    """Write the picture of a run to a directory; return its path, None where there is none."""
-    picture = training_picture(log_history, control)
-    if picture is None:
-        return None
-    (directory / PICTURE).write_bytes(picture)
+    _draw({title: lines for title, lines in panels.items() if lines}, directory / PICTURE)
     return directory / PICTURE
+
+
+def draw_training(directory: Path, log_history: Logs) -> None:
+    """Write the picture of a run that has ended, if it has `MIN_LOGS` losses."""
+    if sum("loss" in entry for entry in log_history) >= MIN_LOGS:
+        write_picture(directory, log_history)
 
 
 def _losses(name: str, history: History, is_dense: bool = False) -> list[Line]:
@@ -78,11 +73,10 @@ def _lines(name: str, history: History, key: str, is_dense: bool = False) -> lis
     return [Line(name, points, is_dense)] if len(points) > 1 else []
 
 
-def _drawn(panels: dict[str, list[Line]]) -> bytes:
+def _draw(panels: dict[str, list[Line]], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    file = io.BytesIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"font.size": 9, "text.parse_math": False, "legend.frameon": False})
@@ -107,5 +101,4 @@ def _drawn(panels: dict[str, list[Line]]) -> bytes:
             axes.tick_params(axis="y", length=0)
             if len(lines) > 1:
                 axes.legend(fontsize=8)
-        figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
+        figure.savefig(path, metadata={"Software": None})

@@ -22,8 +22,7 @@ from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .card import CARD, CHECKPOINT, Format, check_arguments, describe_checkpoint, read_card, write_model_card
-from .losses import Logs
-from .picture import MIN_LOGS, write_picture
+from .picture import draw_training
 
 
 def push_to_hub(
@@ -113,15 +112,9 @@ def _upload_modified_files(model: PreTrainedModel, working_dir: Any, repo_id: st
 
 
 class _Hub(Hub):
-    def describe_checkpoint(self, model: Any, directory: Any, repo_id: str | None) -> None:
-        describe_checkpoint(model, directory, repo_id)
-
-    def draw_training(self, directory: Path, log_history: Logs) -> None:
-        if sum("loss" in entry for entry in log_history) >= MIN_LOGS:
-            write_picture(directory, log_history)
-
-    def push(self, model: Any, repo_id: str, **options: Any) -> CommitInfo | None:
-        return push_to_hub(model, repo_id, **options)
+    describe_checkpoint = staticmethod(describe_checkpoint)
+    draw_training = staticmethod(draw_training)
+    push = staticmethod(push_to_hub)
 
 
 extensions.hub = _Hub()

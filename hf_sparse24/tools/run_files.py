@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from ..files import read_json
-from ..hub.charts import Point, Span
 from ..hub.losses import History, by_step
 from ..training.run_log import RUN_LOG, read_lines
+from .run_charts import Point, Span
 
 STATE = "trainer_state.json"
 POINTS = 300  # the most points that a line has; more are averaged

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..files import written_whole
-from ..hub import charts
-from ..hub.charts import X_LABEL, Series, shown
-from ..hub.losses import evaluation_losses, loss_series, some_rows
+from ..hub.losses import evaluation_losses
 from ..tables import html_table
 from ..training.run_log import MEMORY, RUN_LOG, SPEED
+from . import run_charts as charts
+from .run_charts import X_LABEL, Series, loss_series, shown, some_rows
 from .run_files import POINTS, RunFiles, layer_map, read_run, thinned
 
 OTHERS = 12  # the most charts of numbers that the method or the Trainer logs besides ours

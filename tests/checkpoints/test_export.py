@@ -100,7 +100,7 @@ def test_cut_at_any_moment_it_is_the_old_model_or_the_new_one(old, new, tmp_path
 
 
 def test_cut_again_and_again(tmp_path):
-    """What one interrupted export has left is no obstacle to the next interrupted export."""
+    """One interrupted export is no obstacle to the next interrupted export."""
     write(tmp_path, SINGLE)
     found = read(tmp_path)
     for changes in range(60):

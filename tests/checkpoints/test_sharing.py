@@ -1,4 +1,4 @@
-"""What `sharing.py` shows, of tiny models: twelve architectures, trained, exported, loaded by a fresh process."""
+"""`sharing.py` with tiny models: twelve architectures, trained, exported, loaded by a fresh process."""
 
 import pytest
 from sharing import ARCHITECTURES, export, load

@@ -26,11 +26,11 @@ class Without(PathFinder):
         return None if name.partition(".")[0] in {absent!r} else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
-import contextlib, io, torch, zoo
+import contextlib, io, pathlib, torch, zoo
 import sparse24_kernels as kernels
 from transformers import AutoModelForCausalLM, TrainingArguments
 from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, make_model_card, patch_model
-from hf_sparse24.hub.picture import training_picture
+from hf_sparse24.hub.picture import write_picture
 import hf_sparse24_command as cli
 
 torch.set_num_threads(1)
@@ -41,7 +41,7 @@ trainer = Sparse24Trainer(zoo.build("llama"), TrainingArguments("run", **setting
                           sparse24_config=config)
 trainer.train()
 make_model_card(trainer.model, log_history=trainer.state.log_history)
-assert training_picture(trainer.state.log_history) is None  # no Matplotlib
+assert write_picture(pathlib.Path(), trainer.state.log_history) is None  # no Matplotlib
 export_model(trainer.model, "export", "packed")
 with torch.no_grad():
     logits = trainer.model.eval()(**zoo.batch()).logits

@@ -16,7 +16,7 @@ from training_runs import arguments, dataset
 from transformers import Trainer
 
 from hf_sparse24 import Sparse24Config, Sparse24Trainer
-from hf_sparse24.hub.charts import shown
+from hf_sparse24.tools.run_charts import shown
 from hf_sparse24.tools.run_files import COLUMNS, layer_map, read_run
 from hf_sparse24.tools.run_report import write_report
 from hf_sparse24.training.run_log import RUN_LOG

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..hub.losses import History, evaluation_losses
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -30,6 +32,9 @@ _RC: dict[Any, Any] = {
     "legend.frameon": False,
     "grid.color": _GRID,
 }
+
+
+ROWS = 12
 
 
 class Series(NamedTuple):
@@ -163,3 +168,29 @@ def _draw_line(axes: "Axes", one: Series) -> "Line2D":
         clip_on=False,
     )
     return line
+
+
+def loss_series(name: str, history: History, is_dense: bool = False) -> list[Series]:
+    """The lines of a run's training loss and of the loss on each evaluation set; `name` is the run's."""
+    found = []
+    for key in ("loss", *evaluation_losses(history)):
+        points = [(step, row[key]) for step, row in history.items() if key in row]
+        part = key.removeprefix("eval_").removesuffix("loss").strip("_")  # which of several evaluation sets
+        kind = "training" if key == "loss" else f"evaluation {part}".strip()
+        if points:
+            found.append(Series(f"{name}, {kind}", points, is_dense, is_evaluation=key != "loss"))
+    return found
+
+
+def some_rows(history: History) -> History:
+    """At most `ROWS` evenly spaced steps, of those with a validation loss or of all, with the latest training loss."""
+    latest: dict[str, float] = {}
+    rows: History = {}
+    for step, row in history.items():
+        latest |= {key: row[key] for key in ("loss", "flip_rate") if key in row}
+        rows[step] = latest | row
+    evaluated = {step: row for step, row in rows.items() if "eval_loss" in row}
+    steps = list(evaluated if len(evaluated) > 1 else rows)
+    if len(steps) > ROWS:
+        steps = [steps[round(i * (len(steps) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    return {step: rows[step] for step in steps}
