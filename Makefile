@@ -61,7 +61,7 @@ docs: .venv/.docs-installed
 gpu-test:
 	$(GPU_PYTHON) -m pytest -q -m gpu
 
-# On a GPU: kernels, GEMMs, layers and models timed. GPU_ARGS='--sections kernels --minutes 4'.
+# On a GPU: kernels, GEMMs and a training step timed. GPU_ARGS='--sections kernels --minutes 4'.
 gpu:
 	$(GPU_PYTHON) recipes/benchmarks/gpu.py $(GPU_ARGS)
 

@@ -147,44 +147,39 @@ _CURVES = (
 
 
 def costs_page() -> str:
-    files = ["cpu_step_time.json", "cpu_inference.json", "cpu_oneshot.json"]
-    costs = [_costs(json.loads((RESULTS / file).read_text())) for file in files]
+    costs = _costs(json.loads((RESULTS / "cpu_step_time.json").read_text()))
     training = _training(json.loads((RESULTS / "cpu_training.json").read_text()))
-    return "\n\n".join(["# Training on a CPU", _SPARSE, training, _NOTES, "## What pruning costs", _COSTS, *costs])
+    return "\n\n".join(["# Training on a CPU", _SPARSE, training, _NOTES, "## What pruning costs", _COSTS, costs])
 
 
 def _training(result: dict[str, Any]) -> str:
     """A row for each case and way, with the speed-up on each path and number of threads."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for row in result["rows"]:
-        if row["way"] != "dense":
-            found = f"{row['speedup']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
-            where = f"{row['path']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
-            rows.setdefault((row["case"], row["way"]), {})[where] = found
+    for name, row in result["sections"]["training"]["rows"].items():
+        case, _, threads = name.rsplit(", ", 2)
+        for fact, found in row["facts"].items():
+            if fact.endswith(" over dense"):
+                where, way = f"{row['facts']['path']}, {threads}", fact.removesuffix(" over dense")
+                rows.setdefault((case, way), {})[where] = "{1:.2f} ({0:.2f} to {2:.2f})".format(*found)
     columns = list(dict.fromkeys(where for found in rows.values() for where in found))
     table = markdown_table(
         ["what", "method", *columns],
         [[*name, *(found.get(where, "") for where in columns)] for name, found in rows.items()],
     )
-    losses = list(zip(result["losses"]["cpu"], result["losses"]["dense"]))
-    most = max(abs(ours - dense) for ours, dense in losses)
-    first, last = ("{:.4f} and {:.4f}".format(*losses[step]) for step in (0, -1))
-    text = (
-        f"The losses of sparse GEMMs and of dense math from the same weights and random keys, a Llama of 5M parameters "
-        f"with `t-sr-ste` over {len(losses)} steps on one batch: {first} in the first, {last} in the last, and "
-        f"{most:.1g} apart at most, by rounding."
-    )
-    return f"`{result['command']}`, with {_made(result)}.\n\n{table}\n\n{text}"
+    return f"`{result['command']}`, with {_made(result)}.\n\n{table}"
 
 
 def _made(result: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in result.items() if key not in ("command", "rows", "losses"))
+    return ", ".join(f"{key} {value}" for key, value in result["environment"].items() if key != "flags")
 
 
 def _costs(result: dict[str, Any]) -> str:
-    keys = list(result["rows"][0])
-    rows = [[_figure(row[key]) for key in keys] for row in result["rows"]]
-    table = markdown_table([key.replace("_", " ") for key in keys], rows)
+    cells = []
+    for name, row in result["sections"]["pruning"]["rows"].items():
+        for method, time in row["times"].items():
+            most, ratio, least = (1 / x for x in row["facts"].get(f"{method} over dense", [1.0, 1.0, 1.0]))
+            cells.append([name.split(", ")[0], method, *map(_figure, (time["us"] / 1e6, ratio, least, most))])
+    table = markdown_table(["model", "method", "seconds", "ratio", "ratio min", "ratio max"], cells)
     return "\n".join([f"### `{result['command']}`", "", f"Made with {_made(result)}.", "", table, ""])
 
 
@@ -195,6 +190,7 @@ _SPARSE = (
 _NOTES = """- `backend="cpu"` takes the kernels that skip zeros. `"auto"` takes the GEMMs that `hf-sparse24 tune MODEL
   --dtype fp32` found faster.
 - The time of a GEMM has packing its sparse operand in it. That of a step has pruning, MVUE and the optimizer too.
+- `python recipes/benchmarks/cpu.py training` measures it again, and `cpu.py pruning` the table below.
 - A figure is the median of the rounds after one step that warms up. The masks of `t-sr-ste` are chosen in
   that one; choosing them every 40 steps takes less than 0.1 % of the time.
 - The dense last sixth of a `t-sr-ste` run gains nothing: a step of 1.37 makes a run 1.29 times as fast.

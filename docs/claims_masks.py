@@ -235,7 +235,7 @@ MVUE = (
     Claim(
         "M9",
         "N:M doubles throughput, here of grad_weight",
-        "`make gpu`; `benchmarks/sparse_training.py`",
+        "`make gpu`; `benchmarks/cpu.py training`",
         lambda r: (
             f"over dense: on an H100, bf16, compressed before, {_on_h100(r)}; on CPUs, fp32, MVUE included, "
             f"{speeds('gemms', 'grad_weight', ('sparse',), r)}",

@@ -183,9 +183,10 @@ def comparable_long(method: str, results: Results) -> Finding:
 
 def speeds(part: str, case: str, ways: tuple[str, ...], results: Results) -> str:
     """Speed-ups on CPUs in `cpu_training.json`, as lowest to highest median over paths and cases."""
-    texts, rows = [], results.json("cpu_training.json")["rows"]
+    texts, rows = [], results.json("cpu_training.json")["sections"]["training"]["rows"]
+    facts = [row["facts"] for name, row in rows.items() if row["facts"]["part"] == part and case in name]
     for way in ways:
-        found = [r["speedup"] for r in rows if r["part"] == part and case in r["case"] and r["way"] == way]
+        found = [ratios[f"{way} over dense"][1] for ratios in facts if f"{way} over dense" in ratios]
         texts.append(f"{way} {min(found):.2f} to {max(found):.2f}")
     return "; ".join(texts)
 

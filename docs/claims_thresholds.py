@@ -173,7 +173,7 @@ S_STE = (
     Claim(
         "S15",
         "FFN 1.31 times as fast in training, 1.54 in inference (RTX 3090)",
-        "`make gpu`; `benchmarks/sparse_training.py`",
+        "`make gpu`; `benchmarks/cpu.py training`",
         lambda r: (
             f"over dense: {r.h100_step('s-ste')}; on CPUs, fp32, a layer "
             f"{speeds('layers', '1024', ('s-ste',), r)}, a step of a Llama "
@@ -336,7 +336,7 @@ T_SR_STE = (
     Claim(
         "T12",
         '"actual acceleration on different shapes of transformer block": FFN up to 1.63, block 1.31 (24 GB cards)',
-        "`make gpu`; `benchmarks/sparse_training.py`",
+        "`make gpu`; `benchmarks/cpu.py training`",
         lambda r: (
             f"over dense: {r.h100_step('t-sr-ste')}; on CPUs, fp32, a layer "
             f"{speeds('layers', '1024', ('t-sr-ste',), r)}, a step of a Llama "

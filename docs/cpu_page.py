@@ -21,8 +21,9 @@ NOTES = """## How to read the tables
 - The variants of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
   in brackets. A ratio is taken within a turn.
 - **Bold** ratios reach the goal that was set before measuring, *italic* ones miss it, the others had no goal.
-- Generation was measured before version 3 of the packed format, on the machine under its table.
-- llama.cpp is a wheel built for AVX2 alone. [The frontier](frontier.md) has a build with AVX-512.
+- Generation was measured at the commit under its table, before version 3 of the packed format, by a section that is
+  gone. llama.cpp is a wheel built for AVX2 alone. [The frontier](frontier.md) measures decoding now, and has llama.cpp
+  with AVX-512.
 - These are speeds alone. Sparsity costs [quality](pretrained.md), and so do llama.cpp's formats
   ([the frontier](frontier.md))."""
 
@@ -63,11 +64,6 @@ def layers(rows: Rows) -> Iterator[str]:
         found = [speed[1] for name, speed in speeds.items() if name.endswith(threads)]
         if found:
             yield f"Memory was read at {min(found):.1f} to {max(found):.1f} GB/s by {threads}, in the same turns."
-
-
-def calls(rows: Rows) -> Iterator[str]:
-    lines = [[name, way, time(row, way)] for name, row in rows.items() for way in row.get("times", {})]
-    yield table(["what", "way", "us per call"], lines)
 
 
 def generation(rows: Rows) -> Iterator[str]:
@@ -120,7 +116,6 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 SECTIONS = {
     "layers": ("Layers", layers),
-    "calls": ("Calls", calls),
     "generation": ("Generation", generation),
 }
 """Title and tables of each section."""

@@ -87,7 +87,7 @@ def page(folder: Path) -> str:
     parts += ["## All rows", table(rows, large), NOTES.format(documents=documents, **base["sizes"])]
     systems = sorted({row["system"].split(": ")[0] for row in rows.values()})  # without llama.cpp's CPU features
     loads = [found["load"] for row in rows.values() for found in row["speed"].values()]
-    made = f"`python recipes/benchmarks/frontier.py`, {base['date'][:10]}: {base['cpu']}"
+    made = f"`python recipes/benchmarks/frontier.py`, {base['date'][:10]}: {base['environment']['cpu']}"
     parts.append(f"{made}, load {min(loads)} to {max(loads)}; {'; '.join(systems)}.")
     return "\n\n".join(parts) + "\n"
 

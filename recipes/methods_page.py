@@ -118,7 +118,8 @@ def _set_up(runs: list[Run]) -> str:
         "comparison, so all losses are slightly low. Masked decays and other settings are the methods' defaults, "
         "unless the variant says otherwise. A seed gives every variant the same initial weights and the same data in "
         "the same order, and differences are taken seed by seed. Other work ran at the same time, so their "
-        "times say nothing: `recipes/benchmarks/costs.py` measures step times (`recipes/results/cpu_step_time.json`)."
+        "times say nothing: `recipes/benchmarks/cpu.py pruning` measures step times "
+        "(`recipes/results/cpu_step_time.json`)."
     )
 
 

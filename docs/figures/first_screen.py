@@ -46,11 +46,12 @@ def _rows(axis: Axes, labels: list[str]) -> None:
 )
 def draw_speed(figure: Figure) -> None:
     training, decoding = figure.subplots(2, 1, height_ratios=[2.6, 4])
-    for row in json.loads((RESULTS / "cpu_training.json").read_text())["rows"]:
-        _, colour, aside = PATHS[row["path"]]
+    for name, row in json.loads((RESULTS / "cpu_training.json").read_text())["sections"]["training"]["rows"].items():
+        _, colour, aside = PATHS[row["facts"]["path"]]
         for at, (model, method) in enumerate(STEPS):
-            if (row["part"], row["threads"], row["way"]) == ("steps", 1, method) and model in row["case"]:
-                _dots(training, at + aside, row["speedup"], row["least"], row["most"], colour, "o")
+            if row["facts"]["part"] == "steps" and name.endswith("1 thread") and model in name:
+                least, speedup, most = row["facts"][f"{method} over dense"]
+                _dots(training, at + aside, speedup, least, most, colour, "o")
     _rows(training, [", ".join(step) for step in STEPS])
     training.set(title="Training step, fp32, one thread", xlim=(0.9, 1.8))
     _legend(training, [(label, "o", colour) for label, colour, _ in PATHS.values()])

@@ -239,19 +239,21 @@ def method(name: str, figure: Figure) -> None:
     if keeps_mask:
         flips.text(0.5, 0.5, "zero: the mask is kept", ha="center", va="center", transform=flips.transAxes)
 
-    rows = json.loads((RESULTS / "cpu_step_time.json").read_text())["rows"]
+    found = json.loads((RESULTS / "cpu_step_time.json").read_text())["sections"]["pruning"]["rows"]
     labels = {"gpt2-124m": "GPT-2 124M", "llama-quickstart": "small Llama"}
-    rows = [row for row in rows if row["method"] == name]
-    for y, row in enumerate(rows):
-        times.plot([row["ratio_min"], row["ratio_max"]], [y, y], color=(GREEN, PURPLE)[y], linewidth=2)
-        times.plot(row["ratio"], y, "o", color=(GREEN, PURPLE)[y], markersize=8)
-        times.text(row["ratio_max"] + 0.02, y, f"{row['ratio']:.2f}", va="center", color=(GREEN, PURPLE)[y])
+    fact = f"{name} over dense"
+    rows = {case.split(", ")[0]: row["facts"][fact] for case, row in found.items() if fact in row["facts"]}
+    for y, speedups in enumerate(rows.values()):
+        most, ratio, least = (1 / x for x in speedups)
+        times.plot([least, most], [y, y], color=(GREEN, PURPLE)[y], linewidth=2)
+        times.plot(ratio, y, "o", color=(GREEN, PURPLE)[y], markersize=8)
+        times.text(most + 0.02, y, f"{ratio:.2f}", va="center", color=(GREEN, PURPLE)[y])
     if not rows:
         times.text(0.5, 0.5, "not measured", ha="center", va="center", transform=times.transAxes)
     times.axvline(1, color=MUTED, linestyle="--", linewidth=1.4)
     times.set(yticks=range(len(rows)), ylim=(1.5, -0.6), xlim=(0.6, 1.7))
     times.set(title="Step time over dense, on a CPU")
-    times.set_yticklabels([labels[row["model"]] for row in rows])
+    times.set_yticklabels([labels[model] for model in rows])
     times.grid(axis="y", visible=False)
 
 

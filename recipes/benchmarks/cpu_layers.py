@@ -5,13 +5,11 @@ in a cache. Ways take turns, and ratios are taken within a turn.
 """
 
 import ctypes
-import os
-import platform
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -28,10 +26,15 @@ from torch.nn.functional import linear
 from hf_sparse24.progress import count
 
 from .builds import DTYPES
+from .machines import Cpu, compiler
 from .sections import Row, Run, Section
-from .timing import Turns, answer, middle, spread, threads
+from .shapes import MODELS
+from .timing import Cycle, middle, over, spread, take_turns, threads
 
-SHAPES = ((4096, 4096), (2048, 8192), (576, 1536), (14336, 4096))  # out x in
+SHAPES = [MODELS["Llama 8B"].attention()["query"], MODELS["Llama 1B"].mlp()["MLP down"]]
+SHAPES += [MODELS["SmolLM2-135M"].mlp()["MLP down"], MODELS["Llama 8B"].mlp()["MLP up"]]
+"""Out and in."""
+
 TOKENS, THREADS = (1, 4, 16, 64, 512), (1, 2)
 DENSE_TOKENS = 4
 """Most tokens that our dense kernel is timed with: it reads weights well, and is no GEMM of many tokens."""
@@ -41,32 +44,6 @@ AT_ONE = {"packed": 1.65, "packed 16:32": 1.5, "packed int8": 3.0, "packed 16:32
 GOALS = {("bf16", 1): AT_ONE}
 NEVER_SLOWER = dict.fromkeys(PACKED, 0.97)
 """Goals by dtype and tokens, and those of the rest: times as fast as the better dense way."""
-
-
-class Cpu:
-    """This machine's CPU."""
-
-    device, name = torch.device("cpu"), "CPU"
-
-    def __init__(self) -> None:
-        text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-        model = re.search(r"model name\s*: (.*)", text)
-        flags = re.search(r"flags\s*: (.*)", text)
-        wanted = r"avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+"
-        self.facts: dict[str, Any] = {
-            "cpu": model[1] if model else platform.processor() or platform.machine(),
-            "cpus": os.cpu_count(),
-            "flags": " ".join(sorted(re.findall(rf"\b(?:{wanted})\b", flags[1]))) if flags else "",
-            "compiler": (answer(compiler(), "--version") or "none").splitlines()[0],
-            "load before": [round(x, 2) for x in os.getloadavg()],
-        }
-
-    def forget(self) -> None:
-        """Nothing: memory is given back when it is freed."""
-
-
-def compiler() -> str:
-    return os.environ.get("CXX", "c++")
 
 
 @cache
@@ -149,8 +126,8 @@ def check(y: Tensor, x: Tensor, weight: Weight) -> None:
     assert error <= allowed, f"relative error {error:.2g}, at most {allowed:.2g} is allowed"
 
 
-def fastest(ways: list[Turns]) -> Turns:
-    return min(ways, key=lambda turns: min(turns.sample() for _ in range(3)))
+def fastest(ways: list[Cycle]) -> Cycle:
+    return min(ways, key=lambda sample: min(sample() for _ in range(3)))
 
 
 class Layers(Section):
@@ -184,29 +161,27 @@ class Layers(Section):
             self.shared = key, {form: copies(weight, self.bytes) for form, weight in forms.items()}
         return self.shared[1]
 
-    def ways(self, entry: Layer) -> Iterator[tuple[str, Callable[[], Turns]]]:
+    def ways(self, entry: Layer) -> dict[str, Callable[[], Cycle]]:
         weights, x = self.weights(entry), torch.randn(entry.tokens, entry.inputs).to(DTYPES[entry.dtype])
 
-        def turns(form: str, function: Callable[[Any], Tensor]) -> Turns:
+        def round_copies(form: str, function: Callable[[Any], Tensor]) -> Cycle:
             check(function(weights[form][0]), x, weights[form][0])
-            return Turns([partial(function, weight) for weight in weights[form]], self.seconds)
+            return Cycle([partial(function, weight) for weight in weights[form]], self.seconds)
 
-        yield "torch", partial(turns, "dense", partial(linear, x))
+        ways = {"torch": partial(round_copies, "dense", partial(linear, x))}
         if entry.tokens <= DENSE_TOKENS:
-            yield "dense", lambda: fastest([turns("dense", partial(own_dense, x, rows)) for rows in (1, 4)])
-        for form in PACKED:
-            yield form, partial(turns, form, partial(packed_layer, x))
-        if entry.tokens == 1:
-            yield "read", partial(self.read, weights)
+            ways["dense"] = lambda: fastest([round_copies("dense", partial(own_dense, x, rows)) for rows in (1, 4)])
+        ways |= {form: partial(round_copies, form, partial(packed_layer, x)) for form in PACKED}
+        return ways | ({"read": partial(self.read, weights)} if entry.tokens == 1 else {})
 
-    def read(self, weights: dict[str, list[Weight]]) -> Turns:
+    def read(self, weights: dict[str, list[Weight]]) -> Cycle:
         """Reading as many bytes as a packed weight has, at the speed of reading many more at a time."""
         (first, *_) = weights["dense"]
         assert isinstance(first, Tensor)
         memory = first.new_empty(0).set_(first.untyped_storage()).view(torch.uint8)  # of all copies
         pieces = memory.unfold(0, *[min(len(memory), 1 << 26)] * 2)
         scale = size(weights["packed"][0]) / pieces.shape[1]
-        found = [Turns([partial(read, x, n) for x in pieces], self.seconds, scale) for n in (1, 2, 4, 8, 16, 32)]
+        found = [Cycle([partial(read, x, n) for x in pieces], self.seconds, scale) for n in (1, 2, 4, 8, 16, 32)]
         return fastest(found)
 
     def measure(self, run: Run, entry: Layer) -> Row:
@@ -214,26 +189,23 @@ class Layers(Section):
             return self.compare(run, entry)
 
     def compare(self, run: Run, entry: Layer) -> Row:
-        found: dict[str, Turns] = {}
         times: dict[str, Row] = {}
-        for way, make in self.ways(entry):
-            try:
-                found[way] = make()
-            except Exception as error:  # one that fails must not stop the others
-                times[way] = {"error": run.note(error, f"{entry}: {way}")}
-        once = sum(turns.count * turns.once for turns in found.values())
+        found = run.made(self.ways(entry), str(entry), times)
+        once = sum(cycle.count * cycle.once for cycle in found.values())
         number = max(self.least_turns, min(self.turns, int(self.budget / once)))
-        rounds = [{way: turns.sample() * 1e6 for way, turns in found.items()} for _ in range(number)]
-        times |= {way: spread(turn[way] for turn in rounds) for way in found}
+        seconds = take_turns(found, number)
+        times |= {way: spread(samples) for way, samples in seconds.items()}
         best = min(("torch", "dense"), key=lambda way: times.get(way, {}).get("us", float("inf")))
         facts: Row = {"turns": number, "best dense": best}
+        sizes = {form: size(copies[0]) for form, copies in self.weights(entry).items()}
         for way in found.keys() & NEVER_SLOWER.keys():
             for name, base in (("best dense", best), ("torch", "torch")):
-                facts[f"{way} over {name}"] = middle(turn[base] / turn[way] for turn in rounds)
+                facts[f"{way} over {name}"] = over(seconds[base], seconds[way])
             if "read" in found:
-                own, packed = (size(self.weights(entry)[form][0]) for form in (way, "packed"))
-                facts["read, GB/s"] = middle(packed / turn["read"] / 1e3 for turn in rounds)
-                facts[f"{way}, share of bandwidth"] = middle(own / packed * turn["read"] / turn[way] for turn in rounds)
+                share = sizes[way] / sizes["packed"]
+                facts[f"{way}, share of bandwidth"] = over(seconds["read"], seconds[way], share)
+        if "read" in found:
+            facts["read, GB/s"] = middle(sizes["packed"] / x / 1e9 for x in seconds["read"])
         problem = linear_problem(entry.tokens, entry.out, entry.inputs, DTYPES[entry.dtype])
         facts["plan"] = plan_packed(problem, Cpu.device).reason
         return {"times": {best: times[best]} | times, "facts": dict(sorted(facts.items()))}

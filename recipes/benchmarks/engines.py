@@ -23,7 +23,7 @@ CONTEXT, DECODED = 1024, 128
 
 
 def answers(feed: Callable[[list[int], int, int], np.ndarray], vocabulary: int) -> Callable[..., dict[str, float]]:
-    """What answers: seconds per greedy token after a prompt, or the logits of `ids`, written to `file`.
+    """The answers: seconds to the first greedy token and per later one, or the logits of `ids`, written to `file`.
 
     Args:
         feed: from tokens, how many are in the cache (none: a sequence starts) and threads to logits of each token.
@@ -33,12 +33,14 @@ def answers(feed: Callable[[list[int], int, int], np.ndarray], vocabulary: int) 
         if ids is not None:
             np.save(file, feed(ids, 0, threads).astype(np.float32))
             return {}
-        tokens = np.random.default_rng(0).integers(3, vocabulary, prompt).tolist()
+        if prompt == 0:
+            return {}
+        tokens, start = np.random.default_rng(0).integers(3, vocabulary, prompt).tolist(), time.perf_counter()
         token = int(feed(tokens, 0, threads)[-1].argmax())
-        start = time.perf_counter()
+        first = time.perf_counter()
         for past in range(prompt, prompt + new):
             token = int(feed([token], past, threads)[-1].argmax())
-        return {"step": (time.perf_counter() - start) / new}
+        return {"first": first - start, "step": (time.perf_counter() - first) / max(1, new)}
 
     return respond
 

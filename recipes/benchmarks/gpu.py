@@ -1,10 +1,9 @@
-"""`make gpu`: kernels, GEMMs, layers and models timed on a GPU within a given time. Needs PyTorch and Triton.
+"""`make gpu`: kernels, GEMMs and a training step timed on a GPU within a given time. Needs PyTorch and Triton.
 
     python recipes/benchmarks/gpu.py [--minutes 40] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
-Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, layers, mlps, papers,
-trainer, inference, and models for the last five, which need Transformers. `papers` has the sizes of published speed
-tables, with their figures next to ours. Sections share the time evenly; what one leaves is for the next. The result is
+Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, training; the last one
+needs Transformers. Sections share the time evenly; what one leaves is for the next. The result is
 DIR/gpu_<device>_<date>.json, complete after every row, and a .log with tracebacks. To go on in another run on a fresh
 machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled kernels).
 """
@@ -12,6 +11,7 @@ machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR
 import argparse
 import faulthandler
 import os
+import shlex
 import sys
 import time
 from importlib.util import find_spec
@@ -30,34 +30,26 @@ if __name__ == "__main__":
 import torch
 from sparse24_kernels.dispatch import KERNEL_DTYPES, choose_kernels
 
-from recipes.benchmarks import gemms, models, modules, operations
-from recipes.benchmarks.sections import Run, Section, clean
-from recipes.benchmarks.timing import Cuda
+from recipes.benchmarks import gemms, operations, training
+from recipes.benchmarks.machines import Cuda
+from recipes.benchmarks.sections import Run, Section, clean, write
 
-SECTIONS: list[Section] = [
-    operations.Operations(),
-    gemms.Gemms(),
-    modules.Layers(),
-    modules.Mlps(),
-    modules.Papers(),
-    models.Training(),
-    models.Inference(),
-    models.Generation(),
-]
-GROUPS = list(dict.fromkeys(group for section in SECTIONS for group in section.groups))
+SECTIONS: dict[str, Section] = {
+    section.group: section for section in (operations.Operations(), gemms.Gemms(), training.Steps())
+}
 
 
 def chosen(names: str) -> list[Section]:
-    if unknown := [name for name in names.split(",") if name not in GROUPS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: sections are {', '.join(GROUPS)}")
-    return [section for section in SECTIONS if set(section.groups) & set(names.split(","))]
+    if unknown := set(names.split(",")) - SECTIONS.keys():
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: sections are {', '.join(SECTIONS)}")
+    return [section for name, section in SECTIONS.items() if name in names.split(",")]
 
 
 def main(arguments: list[str], machine: Any = None) -> int:
     """Run the command line and return the exit code. Tests pass a machine."""
-    parser = argparse.ArgumentParser(description="Time kernels, GEMMs, layers and models on a GPU.")
+    parser = argparse.ArgumentParser(description="Time kernels, GEMMs and a training step on a GPU.")
     parser.add_argument("--minutes", type=float, default=40, help="time for everything after the kernels' first check")
-    parser.add_argument("--sections", type=chosen, default=",".join(GROUPS), help="any of " + ",".join(GROUPS))
+    parser.add_argument("--sections", type=chosen, default=",".join(SECTIONS), help="any of " + ",".join(SECTIONS))
     parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/gpu", help="folder of the results")
     parser.add_argument("--only", default="", help="only what has this text in its name")
     parser.add_argument("--list", action="store_true", help="print what would be measured and stop; needs no GPU")
@@ -76,7 +68,7 @@ def main(arguments: list[str], machine: Any = None) -> int:
         # A kernel that hangs takes the main thread with it, signals or not. What was measured is on disk.
         faulthandler.dump_traceback_later(60 * options.minutes + 60, exit=True)
     words = ["DIR" if word == str(options.output) else word for word in arguments]
-    run = Run(machine, options, ["recipes/benchmarks/gpu.py", *words])
+    run = Run(machine, options, shlex.join(["python", "recipes/benchmarks/gpu.py", *words]))
     for i, section in enumerate(options.sections):
         start, finish = time.monotonic(), run.end
         run.end = start + (finish - start) / (len(options.sections) - i)  # what it leaves is for the next ones
@@ -84,7 +76,7 @@ def main(arguments: list[str], machine: Any = None) -> int:
         section.execute(run)
         run.end = finish
         run.result["environment"][f"clocks after {section.name}"] = run.machine.clocks()
-    run.write()
+    write(run.path, run.result)
     print(clean(str(run.path)))
     return 0
 

@@ -146,7 +146,7 @@ COMPILED = re.compile(
 
 
 class Operations(Section):
-    name, groups = "kernels", ("kernels",)
+    name, group = "kernels", "kernels"
     note = "GB/s: of the bytes that must move."
 
     def entries(self) -> list[Workload]:

@@ -1,7 +1,9 @@
 """A benchmark run: sections, executed in order within a given time, and the JSON that they fill.
 
-A section has entries, which are measured one after the other. Each becomes a row: the times of several ways to do the
-same work, of which the first is what the others are compared with, some facts, and goals.
+Every result file of the benchmarks has `command`, `date` and `environment` (the device and versions), and then what was
+measured. A section has entries, which are measured one after the other. Each becomes a row: the `times` of several ways
+to do the same work, some `facts`, among them how many times as fast as another a way was in the same turn ("X over Y"),
+and `goals` for these ratios.
 """
 
 import argparse
@@ -13,15 +15,16 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt
 
-from . import timing
-from .timing import Maker, OutOfTime, Sampler, describe, time_limit
+from .machines import answer
+from .timing import Call, Maker, OutOfTime, Sampler, describe, over, spread, take_turns, time_limit
 from .variants import ROOT
 
 NOT_RUN = "not run: out of time"
@@ -29,22 +32,40 @@ NEEDED = 20.0  # seconds without which an entry is not begun
 Row = dict[str, Any]
 
 
+def about(command: str, facts: Mapping[str, Any], *packages: str) -> Row:
+    """The beginning of a result: command, date, and as environment the facts of a machine and the versions."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    versions = {"torch": torch.__version__} | {package: version_of(package) for package in packages}
+    commit = answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    versions |= {"python": platform.python_version(), "commit": str(commit)}
+    return {"command": command, "date": now, "environment": {**facts, **versions}}
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def write(path: Path, result: Row) -> None:
+    """Write a result. A run that is killed leaves the last complete version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(clean(json.dumps(result, indent=1)) + "\n")
+    os.replace(unfinished, path)
+
+
 class Run:
     """What the sections share: the machine, the options, the time left, and the result."""
 
-    def __init__(self, machine: Any, options: argparse.Namespace, command: list[str], file: str | None = None):
+    def __init__(self, machine: Any, options: argparse.Namespace, command: str, file: str | None = None):
         self.machine, self.options = machine, options
         self.end = time.monotonic() + 60 * options.minutes
-        now = datetime.datetime.now(datetime.UTC)
+        self.result = about(command, machine.facts) | {"sections": {}}
         device = re.sub(r"\W+", "_", machine.name).strip("_").lower()
-        options.output.mkdir(parents=True, exist_ok=True)
-        self.path: Path = options.output / (file or f"gpu_{device}_{now:%Y%m%d_%H%M%S}.json")
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        commit = timing.answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
-        versions |= {"commit": str(commit)}
-        self.result: Row = {"command": " ".join(command)}
-        self.result |= {"date": now.isoformat(timespec="seconds"), "environment": machine.facts | versions}
-        self.result |= {"sections": {}}
+        day = re.sub(r"\W", "", self.result["date"])[:14].replace("T", "_")
+        self.path: Path = options.output / (file or f"gpu_{device}_{day}.json")
 
     def left(self, reserve: float = 0.0) -> float:
         """Seconds left, without `reserve` for what must still come."""
@@ -52,42 +73,55 @@ class Run:
 
     def note(self, error: BaseException, where: str) -> str:
         """An error as one line for the result; its traceback goes into a log next to it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path.with_suffix(".log"), "a") as log:
             log.write(clean(f"{where}\n{''.join(traceback.format_exception(error))}\n"))
         return describe(error)
 
-    def write(self) -> None:
-        """Write the JSON. A run that is killed leaves the last complete version."""
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(clean(json.dumps(self.result, indent=1)) + "\n")
-        os.replace(unfinished, self.path)
+    def made(self, makers: Mapping[str, Callable[[], Any]], where: str, times: dict[str, Row]) -> dict[str, Any]:
+        """What the makers return; the error of one that fails goes into `times`, and does not stop the others."""
+        found = {}
+        for name, make in makers.items():
+            try:
+                found[name] = make()
+            except Exception as error:
+                times[name] = {"error": self.note(error, f"{where}: {name}")}
+        return found
 
-    def compare(self, makers: Mapping[str, Maker], limit: float = 40) -> Row:
-        """The row of several ways to do the same work, sampled in turn: the time or the error of each."""
+    def compare(
+        self,
+        makers: Mapping[str, Maker],
+        limit: float = 40,
+        prepare: Callable[[Sequence[Call]], Sampler] | None = None,
+        samples: int = 9,
+    ) -> Row:
+        """The row of several ways to do the same work: the time or the error of each, and its ratio to the first."""
+        prepare = prepare or self.machine.prepare
         times: dict[str, Row] = {}
         samplers: dict[str, Sampler] = {}
         try:
             with time_limit(min(limit, self.left(reserve=5))):
                 for name, make in makers.items():
-                    try:
-                        samplers[name] = self.machine.prepare(make())
-                    except Exception as error:  # one that fails must not stop the others
-                        times[name] = {"error": self.note(error, name)}
+                    samplers |= self.made({name: lambda make=make: prepare(make())}, "compare", times)
         except OutOfTime as error:  # a torch.compile, say, and the last one
             times |= {name: {"error": self.note(error, name)} for name in makers if name not in samplers | times}
         try:
             with time_limit(20):
-                times |= timing.in_turn(samplers)
+                found = take_turns(samplers, samples)
         except (Exception, OutOfTime) as error:
             times |= {name: {"error": self.note(error, "sampling")} for name in samplers}
-        return {"times": {name: times[name] for name in makers}, "facts": {}}
+            return {"times": {name: times[name] for name in makers}, "facts": {}}
+        times |= {name: spread(seconds) for name, seconds in found.items()}
+        base = next(iter(makers))
+        ratios = {f"{name} over {base}": over(found[base], found[name]) for name in found if name != base in found}
+        return {"times": {name: times[name] for name in makers}, "facts": ratios}
 
 
 class Section:
-    """A list of entries that are measured alike. `groups` are the names in `--sections` that choose it."""
+    """A list of entries that are measured alike. `group` is its name in `--sections`."""
 
     name: str
-    groups: tuple[str, ...]
+    group = ""
     note = ""  # what a reader of the rows must know
 
     def entries(self) -> Sequence[Any]:
@@ -99,7 +133,7 @@ class Section:
         return []
 
     def goals(self, entry: Any) -> dict[str, float]:
-        """How many times faster than the first way another should be."""
+        """How many times as fast as the first way another should be."""
         return {}
 
     def measure(self, run: Run, entry: Any) -> Row:
@@ -119,7 +153,7 @@ class Section:
                 except (Exception, OutOfTime) as error:  # no memory for the operands, say
                     rows[str(entry)] = {"error": run.note(error, f"{self.name}: {entry}")}
                 run.machine.forget()
-            run.write()
+            write(run.path, run.result)
             print(line(str(entry), rows[str(entry)]), flush=True)
 
 
@@ -134,16 +168,17 @@ def tune(run: Run, problems: list[GemmProblem]) -> None:
 
 
 def line(entry: str, row: Row) -> str:
-    """A row as text: the time of each way, in brackets how many times faster than the first, with the goal."""
+    """A row as text: the time of each way, in brackets its ratio, with the goal."""
     if "error" in row:
         return f"{entry}: {row['error']}"
-    cells, base = [], next(iter(row["times"].values())).get("us")
+    cells = []
     for way, found in row["times"].items():
         cell = f"{way} {round(found['us'], 1):.9g} us" if "us" in found else f"{way} {found['error']}"
-        if base and cells and "us" in found:
-            faster, wanted = base / found["us"], row.get("goals", {}).get(way)
-            verdict = "" if wanted is None else f", {'meets' if faster >= wanted else 'MISSES'} {wanted:g}"
-            cell += f" ({faster:.2f}{verdict})"
+        ratios = [value[1] for fact, value in row["facts"].items() if fact.startswith(f"{way} over ")]
+        if ratios and "us" in found:
+            wanted = row.get("goals", {}).get(way)
+            verdict = "" if wanted is None else f", {'meets' if ratios[0] >= wanted else 'MISSES'} {wanted:g}"
+            cell += f" ({ratios[0]:.2f}{verdict})"
         cells.append(cell)
     return f"{entry}: {' | '.join(cells)}"
 

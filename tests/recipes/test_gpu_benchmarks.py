@@ -1,17 +1,82 @@
-"""`make gpu` on kernels and GEMMs without a GPU: time, errors and the report, with tiny sizes."""
+"""`make gpu` without a GPU: time, errors and the report, with tiny sizes, a machine and times that are made up."""
 
 # ruff: noqa: F811 (tests take the fixtures that are imported)
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
-from gpu_run import CPU, LAYERS, FakeMachine, run, times, tiny, tuned  # noqa: F401 (fixtures)
 from sparse24_kernels.gemm import autotune
 
-from recipes.benchmarks import cases, gemms, gpu, operations, sections, timing
+from recipes.benchmarks import cases, gemms, gpu, operations, sections, shapes, training
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN that are put in on purpose
+
+CPU = torch.device("cpu")
+LAYERS = [gemms.Layer("GPT-2 tiny", 48, 32, 32), gemms.Layer("Tiny", 32, 48, 8192)]
+KERNELS = ("nm_mask bits, rows", "prune mask: packed", "s_ste_scale", "swiglu backward, row-major")
+
+
+class FakeMachine:
+    """Runs every call once; then each takes a millisecond, by its own clock."""
+
+    device, name, l2_bytes, facts = CPU, "Fake: 9000", 1, {"device": "Fake: 9000"}
+
+    def clocks(self):
+        return "1980 MHz"
+
+    def prepare(self, calls):
+        for call in calls:
+            call()
+        return lambda: 1e-3
+
+    eager = prepare
+
+    def forget(self):
+        pass
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Few and small entries."""
+    small = list({w.name: w.at((8, 64)) for w in operations.workloads() if w.name in KERNELS}.values())
+    monkeypatch.setattr(operations, "workloads", lambda: iter(small))
+    monkeypatch.setattr(gemms, "layers", lambda: LAYERS)
+    monkeypatch.setitem(shapes.MODELS, "four layers of Llama 8B", shapes.Shape(32, 48, 1, 2, 1, 64))
+    monkeypatch.setattr(training, "BATCH", (2, 16))
+    return small
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Microseconds by way; what is not in it takes 1000."""
+    found: dict[str, float] = {}
+
+    def take_turns(samplers, least):
+        return {way: [found.get(way, 1000.0) / 1e6] * least for way in samplers}
+
+    monkeypatch.setattr(sections, "take_turns", take_turns)
+    return found
+
+
+@pytest.fixture
+def tuned(stand_in, monkeypatch):
+    """Problems that were given to the autotuner; what was not given is not tuned, which stays dense."""
+    found, verdict = [], autotune.choose(None, CPU)
+    nothing = autotune.Verdict("dense", None, None, None, "not tuned", measured=False)
+    monkeypatch.setattr(autotune, "tune", lambda problems, device: found.extend(problems))
+    monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict if problem in found else nothing)
+    return found
+
+
+def run(folder, sections_, *arguments, machine=None):
+    """Exit code, JSON, and its rows as text."""
+    code = gpu.main(["--output", str(folder), "--sections", sections_, *arguments], machine or FakeMachine())
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".log"}
+    result = json.loads(max(folder.glob("gpu_fake_9000_*.json")).read_text())
+    rows = [sections.line(entry, row) for found in result["sections"].values() for entry, row in found["rows"].items()]
+    return code, result, "\n".join(rows) + "\n"
 
 
 def test_a_green_run_reports_every_workload(tiny, tmp_path):
@@ -19,17 +84,20 @@ def test_a_green_run_reports_every_workload(tiny, tmp_path):
     assert code == 0 and set(result["sections"]) == {"kernels"}
     for workload in tiny:
         row = result["sections"]["kernels"]["rows"][str(workload)]
-        assert row["times"]["ours"]["us"] == pytest.approx(1000)
+        assert row["times"]["ours"] == {"p10_us": 1000, "us": 1000, "p90_us": 1000}
         assert row["facts"]["GB/s"] == pytest.approx(workload.bytes() / 1e6)
-        assert row["goals"] == {"ours": workload.target}
+        assert row["facts"]["ours over copy of as many bytes"] == [1, 1, 1]
         ours = f"ours 1000 us (1.00, meets {workload.target:g})"
         assert f"{workload}: copy of as many bytes 1000 us | {ours}" in text
     assert "eager PyTorch 1000 us (1.00)" in text and result["environment"]["clocks after kernels"] == "1980 MHz"
+    assert result["environment"]["torch"] == torch.__version__ and "DIR" in result["command"]
 
 
 def test_a_row_as_text():
-    times = {"dense": {"us": 100.0}, "fast": {"us": 50.0}, "slow": {"us": 400.0}, "bad": {"error": "E: no"}}
-    text = sections.line("a", {"times": times, "goals": {"fast": 2.5, "bad": 1.0, "absent": 1.0}})
+    row = {"times": {"dense": {"us": 100.0}, "fast": {"us": 50.0}, "slow": {"us": 400.0}, "bad": {"error": "E: no"}}}
+    row |= {"facts": {"fast over dense": [1.9, 2.0, 2.1], "slow over dense": [0.2, 0.25, 0.3], "fast": 7}}
+    row |= {"goals": {"fast": 2.5, "bad": 1.0, "absent": 1.0}}
+    text = sections.line("a", row)
     assert text == "a: dense 100 us | fast 50 us (2.00, MISSES 2.5) | slow 400 us (0.25) | bad E: no"
     assert sections.line("b", {"error": "not run"}) == "b: not run"
 
@@ -88,13 +156,6 @@ def test_baselines_run(tiny, compiler):
             assert torch.equal(ours, theirs)
 
 
-def test_samples_are_taken_in_turn():
-    order = []
-    samplers = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "ab"}
-    found = timing.in_turn(samplers, samples=3)
-    assert order == list("ababab") and found["a"]["us"] == 3e6 and found["b"]["max_us"] == 6e6
-
-
 def test_a_way_that_takes_too_long_leaves_the_others_their_times(tmp_path):
     def endless():
         while True:
@@ -102,7 +163,7 @@ def test_a_way_that_takes_too_long_leaves_the_others_their_times(tmp_path):
 
     makers = {"good": lambda: [lambda: 1], "bad": lambda: 1 / 0, "slow": endless, "later": lambda: []}
     options = SimpleNamespace(minutes=1, output=tmp_path)
-    row = sections.Run(FakeMachine(), options, []).compare(makers, 0.2)
+    row = sections.Run(FakeMachine(), options, "").compare(makers, 0.2)
     found = row["times"]
     assert list(found) == list(makers) and found["good"]["us"] == 1000 and row["facts"] == {}
     assert (
@@ -113,7 +174,7 @@ def test_a_way_that_takes_too_long_leaves_the_others_their_times(tmp_path):
 def test_list_and_sections(capsys):
     assert gpu.main(["--list"]) == 0
     printed = capsys.readouterr().out
-    for section in gpu.SECTIONS:
+    for section in gpu.SECTIONS.values():
         assert all(f"{entry}\n" in printed for entry in section.entries())
     assert gpu.main(["--list", "--sections", "gemms", "--only", "Llama 8B query"]) == 0
     printed = capsys.readouterr().out
@@ -123,17 +184,7 @@ def test_list_and_sections(capsys):
     assert torch.cuda.is_available() or gpu.main([]) == 2
 
 
-def test_the_papers_sizes_are_timed_as_gemms_ffns_and_blocks():
-    ffns, blocks = gemms.published("FFN"), gemms.published("block")
-    assert len(ffns) == len(blocks) == 36
-    for layer, size in (*ffns.items(), *blocks.items()):
-        assert layer.out == 4 * layer.inputs and layer.tokens == size.sequences * 2048 and layer.bias
-    entries = {section.name: {str(entry) for entry in section.entries()} for section in gpu.SECTIONS}
-    assert entries["the papers' sizes"] == {str(layer) for layer in (*ffns, *blocks)}
-    assert {f"{half}: {name}" for ffn in ffns for half in ffn.pair() for name in gemms.NAMES} <= entries["GEMMs"]
-
-
-# GEMMs
+# GEMMs and a step
 
 
 def test_three_ways():
@@ -154,7 +205,7 @@ def test_gemms(tiny, tuned, times, tmp_path):
     times |= {"sparse": 500.0, "sparse, packing": 800.0, "default": 1250.0}
     code, result, text = run(tmp_path, "gemms")
     # Of two layers that are each other's transpose, the output GEMM of one is the grad_input GEMM of the other.
-    assert code == 0 and len(tuned) == len(set(tuned)) == 3 * len(LAYERS) + 4 * 2
+    assert code == 0 and len(tuned) == len(set(tuned)) == 3 * len(LAYERS)
     rows = result["sections"]["GEMMs"]["rows"]
     assert all("us" in row["times"]["sparse"] for row in rows.values())
     row = rows[f"{LAYERS[1]}: output"]
@@ -178,3 +229,23 @@ def test_a_wrong_algorithm_is_not_timed_and_the_others_are(tiny, tuned, times, t
     row = result["sections"]["GEMMs"]["rows"][f"{LAYERS[0]}: output"]
     assert code == 0 and "is allowed" in row["times"]["sparse"]["error"] and "us" in row["times"]["default"]
     assert f"{LAYERS[0]}: output: dense 1000 us | sparse AssertionError" in text
+
+
+def test_a_training_step(tiny, tuned, times, tmp_path, monkeypatch):
+    """On the CPU it is in fp32, where `auto` takes no library: that each method trains, and the report."""
+    times |= {"t-sr-ste": 500.0}
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # of which other tests have enough
+    code, result, text = run(tmp_path, "training", "--only", "Llama 8B")
+    rows = result["sections"]["training step"]["rows"]
+    assert code == 0 and len(tuned) == 6 and len(rows) == 2
+    assert list(rows["four layers of Llama 8B"]["times"]) == ["dense", "t-sr-ste", "s-ste"]
+    cells = "dense 1000 us | t-sr-ste 500 us (2.00, meets 1.05) | s-ste 1000 us (1.00, MISSES 1.04)"
+    assert f"four layers of Llama 8B: {cells}\n" in text
+
+
+def test_the_table_of_shapes():
+    for name, shape in shapes.MODELS.items():
+        config = shape.config()
+        assert config.vocab_size == shape.vocabulary and shape.mlp()["MLP down"] == (shape.hidden, shape.inner), name
+    rows = {str(layer).split(",")[0] for layer in gemms.layers()}
+    assert rows >= {"Llama 8B key 1024x4096", "GPT-2 774M qkv 3840x1280", "Llama 13B query 5120x5120"}

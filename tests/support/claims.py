@@ -141,24 +141,28 @@ def _on_gpu(folder: Path) -> dict[str, float]:
 
 
 def _step_times(results: Path) -> dict[str, float]:
-    rows = json.loads((results / "cpu_step_time.json").read_text())["rows"]
-    found = {}
+    rows = json.loads((results / "cpu_step_time.json").read_text())["sections"]["pruning"]["rows"]
+    found, ratios = {}, {}
     for name, model in {"gpt2": "gpt2-124m", "llama": "llama-quickstart"}.items():
-        ratios = [row["ratio"] for row in rows if row["model"] == model and row["method"] != "dense"]
-        found |= {f"step_{name}_low": min(ratios), f"step_{name}_high": max(ratios)}
-    (found["step_gpt2_fixed_mask"],) = (
-        row["ratio"] for row in rows if row["model"] == "gpt2-124m" and row["method"] == "fixed-mask"
-    )
-    ratios = [row["ratio"] for row in rows if row["method"] == "s-ste"]
-    return found | {"s_ste_step_low": min(ratios), "s_ste_step_high": max(ratios)}
+        (facts,) = (row["facts"] for key, row in rows.items() if key.startswith(model))
+        ratios[name] = {fact.split()[0]: 1 / x[1] for fact, x in facts.items() if fact.endswith(" over dense")}
+        found |= {f"step_{name}_low": min(ratios[name].values()), f"step_{name}_high": max(ratios[name].values())}
+    found["step_gpt2_fixed_mask"] = ratios["gpt2"]["fixed-mask"]
+    s_ste = [each["s-ste"] for each in ratios.values()]
+    return found | {"s_ste_step_low": min(s_ste), "s_ste_step_high": max(s_ste)}
+
+
+SPARSE = ("t-sr-ste", "s-ste", "fixed-mask")
 
 
 def _sparse_steps(results: Path) -> dict[str, float]:
-    rows = json.loads((results / "cpu_training.json").read_text())["rows"]
-    steps = [row for row in rows if row["part"] == "steps" and "dense" not in row["way"]]
-    one = [row for row in steps if row["threads"] == 1 and row["way"] == "t-sr-ste"]
-    found = {"sparse_steps": len(steps), "sparse_steps_faster": sum(row["speedup"] > 1 for row in steps)}
-    return found | {f"{'llama' if 'Llama' in row['case'] else 'gpt2'}_{row['path']}": row["speedup"] for row in one}
+    rows = json.loads((results / "cpu_training.json").read_text())["sections"]["training"]["rows"]
+    steps = {name: row["facts"] for name, row in rows.items() if row["facts"]["part"] == "steps"}
+    sparse = [x[1] for facts in steps.values() for fact, x in facts.items() if fact.split(" over ")[0] in SPARSE]
+    found = {"sparse_steps": len(sparse), "sparse_steps_faster": sum(speedup > 1 for speedup in sparse)}
+    one = {name: facts for name, facts in steps.items() if name.endswith("1 thread")}
+    names = {name: f"{'llama' if 'Llama' in name else 'gpt2'}_{facts['path']}" for name, facts in one.items()}
+    return found | {names[name]: facts["t-sr-ste over dense"][1] for name, facts in one.items()}
 
 
 def _packed_master(results: Path) -> dict[str, float]:
