@@ -1,1 +1,12 @@
-"""Checkpoints: `save_pretrained` and `from_pretrained` of patched models (quantizer), and export for everybody else."""
+"""Models in files: `from_pretrained`, `save_pretrained` and `export_model`.
+
+    quantizer.py          from_pretrained patches the model that it loads; save_pretrained of a patched model
+    packed_files.py       reading a packed checkpoint: check its files, make modules packed, check what was read
+    export.py             export_model: a dense or a packed checkpoint to share
+    lazy_tensors.py       the tensors of an export, each computed when it is written
+    safetensors_file.py   a writer of safetensors files that has one tensor in memory at a time; headers
+    replacing.py          a new model replaces the one in a directory, in one step
+    manifest.py           sparse24.json, which says what an export has written
+
+`config.json` of a packed model lists its packed weights. The tools read exports to verify them.
+"""

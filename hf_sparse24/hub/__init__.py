@@ -1,1 +1,9 @@
-"""The model card, and the push to the Hub: what a user shares of a sparse model."""
+"""Sharing a sparse model: what the Hub shows of it, and how it gets there.
+
+    push.py      push_to_hub: the export of a model with its card, in one commit
+    card.py      the model card: what is sparse, how to load it, how it was trained, how it compares
+    picture.py   the picture of a run: losses, flip rate and kept magnitude
+    losses.py    the log of a Trainer, and of a dense run to compare with
+
+The core asks `extensions.hub` for them.
+"""

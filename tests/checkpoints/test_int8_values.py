@@ -1,9 +1,6 @@
 """Packed models with int8 values: exported, loaded, saved, trained around, and damaged."""
 
 import copy
-import json
-import shutil
-from pathlib import Path
 
 import peft
 import pytest
@@ -13,7 +10,7 @@ import zoo
 from checkpoints import patched
 from lora_models import lora
 from lora_models import patched as lora_base
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -193,80 +190,3 @@ def test_the_command_and_the_card(tmp_path, capsys):
     assert "use format='packed'" in capsys.readouterr().err
     text = make_model_card(model, format="packed", values="int8").text
     assert "their int8 values, a scale for each row and 128 weights, and a mask of one bit" in text
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """An export whose config does not name it, as of a model that was saved again."""
-    directory = tmp_path_factory.mktemp("exports")
-    export_model(patched(), directory, "packed", values="int8")
-    edit(directory, export=None)
-    return directory
-
-
-@pytest.fixture
-def copied(whole, tmp_path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "ours"))
-
-
-def edit(directory: Path, **changes) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"]["packed"] |= changes
-    (directory / "config.json").write_text(json.dumps(config))
-
-
-def reject(directory: Path, message: str, error: type[Exception] | tuple = ValueError) -> None:
-    with pytest.raises(error, match=message):
-        AutoModelForCausalLM.from_pretrained(directory)
-
-
-def rewrite(directory: Path, **changes) -> None:
-    path = directory / "packed.safetensors"
-    tensors = load_file(path)
-    for name, change in changes.items():
-        tensors[name] = change(tensors[name])
-    save_file({name: x for name, x in tensors.items() if x is not None}, path, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (SCALES, lambda x: x.index_fill(0, torch.tensor([3]), float("nan")), "NaN or inf in its scales"),
-        (SCALES, lambda x: -x, "negative numbers, NaN or inf in its scales"),
-        (VALUES, lambda x: x.index_fill(0, torch.tensor([3]), -128), "-128 in its values, which are -127 to 127"),
-        (MASK, lambda x: x * 0, "its mask has groups of 4 that do not keep 2"),
-        (SCALES, lambda x: None, "packed.values='int8', and it has .*'missing'"),
-        (VALUES, lambda x: x.float(), "_values': 'F32'"),
-        (VALUES, lambda x: x.view(torch.uint8), "_values': 'U8'"),
-        (MASK, lambda x: x.view(torch.int8), "_mask': 'I8'"),
-        (SCALES, lambda x: (x * 100).to(torch.int8), "_scales': 'I8'"),
-    ],
-)
-def test_damaged_tensors(name, change, message, copied, capsys):
-    """Loading refuses what `verify` finds too."""
-    rewrite(copied, **{name: change})
-    reject(copied, message)
-    assert main(["verify", str(copied)]) != 0
-    assert NAME in "".join(capsys.readouterr())
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        (SCALES, lambda x: x.repeat(1, 2)),
-        (SCALES, lambda x: x.flatten()),
-        (VALUES, lambda x: x[:, :-4].clone()),
-        (MASK, lambda x: x[:, :-1].clone()),
-    ],
-)
-def test_wrong_shapes(name, change, copied, capsys):
-    rewrite(copied, **{name: change})
-    reject(copied, "size mismatch|mismatched", RuntimeError)
-    assert main(["verify", str(copied)]) == 1
-    found = capsys.readouterr().out
-    assert "these do not fit each other: values tensor of torch.int8" in found and ", groups of 4" in found
-
-
-def test_a_config_of_other_values(copied):
-    edit(copied, values="float")
-    reject(copied, "packed.values='float', and it has .*_values': 'I8'")

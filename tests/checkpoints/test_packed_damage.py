@@ -33,6 +33,7 @@ def exports(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("exports")
     model = patched()
     export_model(model, root / "one", "packed")
+    export_model(model, root / "int8", "packed", values="int8")
     export_model(model, root / "many", "packed", max_shard_size="20KB")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
@@ -174,6 +175,39 @@ def test_a_tensor_is_missing(name, copied):
     directory = of_no_export(copied("one"))
     rewrite(directory, lambda tensors: tensors.pop(name))
     reject(directory, f"the checkpoint is damaged.*'{re.escape(name)}': 'missing'")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (SCALES, lambda x: x.index_fill(0, torch.tensor([3]), float("nan")), "NaN or inf in its scales"),
+        (SCALES, lambda x: -x, "negative numbers, NaN or inf in its scales"),
+        (VALUES, lambda x: x.index_fill(0, torch.tensor([3]), -128), "-128 in its values, which are -127 to 127"),
+        (MASK, lambda x: x * 0, "its mask has groups of 4 that do not keep 2"),
+        (SCALES, lambda x: None, "packed.values='int8', and it has .*'missing'"),
+        (VALUES, lambda x: x.float(), "_values': 'F32'"),
+        (VALUES, lambda x: x.view(torch.uint8), "_values': 'U8'"),
+        (MASK, lambda x: x.view(torch.int8), "_mask': 'I8'"),
+        (SCALES, lambda x: (x * 100).to(torch.int8), "_scales': 'I8'"),
+        (SCALES, lambda x: x.repeat(1, 2), "size mismatch|mismatched"),
+        (SCALES, lambda x: x.flatten(), "size mismatch|mismatched"),
+        (VALUES, lambda x: x[:, :-4].clone(), "size mismatch|mismatched"),
+        (MASK, lambda x: x[:, :-1].clone(), "size mismatch|mismatched"),
+    ],
+)
+def test_damaged_int8_tensors(name, change, message, copied, capsys):
+    """Loading refuses what `verify` finds too."""
+    directory = of_no_export(copied("int8"))
+
+    def apply(tensors):
+        changed = change(tensors.pop(name))
+        tensors |= {} if changed is None else {name: changed}
+
+    rewrite(directory, apply)
+    reject(directory, message, (ValueError, RuntimeError))
+    assert main(["verify", str(directory)]) != 0
+    printed = "".join(capsys.readouterr())
+    assert NAME in printed and ("mismatch" not in message or "these do not fit each other: values" in printed)
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "disk"}])
