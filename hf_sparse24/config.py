@@ -223,7 +223,7 @@ SavedConfig.__name__ = Sparse24Config.__name__
 
 
 def fixed_differences(ours: Sparse24Config, theirs: Sparse24Config) -> str:
-    """What of another config a patched model cannot take, for messages: `"method='ste', now 's-ste'"`."""
+    """The differences that a patched model refuses, for messages: `"method='ste', now 's-ste'"`; empty for none."""
     fixed = [name for name in SHARED if name != "backend"]
     if ours.method == theirs.method:
         fixed += [name for name in method_class(ours.method).settings_of_state if name in theirs.given]

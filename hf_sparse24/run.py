@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 class SparseRun:
-    """What changes while a patched model trains, shared by all of its sparse weights. `sparse_run(model)` finds it.
+    """The state of a patched model that changes while it trains, shared by its weights. `sparse_run(model)` finds it.
 
     Attributes:
         saved: the `quantization_config` of the model; only the run replaces its config and facts.
@@ -46,7 +46,7 @@ class SparseRun:
 
     @property
     def facts(self) -> RunFacts:
-        """What the run has learned."""
+        """The facts that the run has learned, as `config.json` has them."""
         return self.saved.facts
 
     @property
@@ -61,7 +61,7 @@ class SparseRun:
 
     @property
     def backend(self) -> str:
-        """What runs the GEMMs, as `Sparse24Config.backend` names it."""
+        """The backend of the GEMMs, as `Sparse24Config.backend` names it; `"dense"` in the dense phase."""
         return "dense" if self.is_dense else self.config.backend
 
     @property

@@ -1,6 +1,19 @@
 """The published methods, one file per paper, each opening with its method card; and all that an author imports.
 
 `register_method` adds your own method. docs/guides/own_method.md builds one step by step.
+
+    base.py              SparseMethod: every hook of a method, and when it runs
+    settings.py          settings: each field with its default, check and meaning
+    registry.py          METHODS, register_method, describe_settings
+    ste.py               straight-through estimator: prune by magnitude in every step
+    sr_ste.py            STE with masked decay
+    t_sr_ste.py          transposable masks, refreshed every 40 steps, with masked decay and a dense tail
+    s_ste.py             soft threshold: masks without jumps
+    step.py              dense until Adam's variance has settled; step_adamw.py is its optimizer
+    fixed_mask.py        one mask for life
+    slope.py             one mask for life, another in the backward pass, low-rank adapters at the end
+    masked_decay.py      the pull of dropped weights towards zero
+    masked_adamw.py      AdamW with another step for masked weights
 """
 
 from ..weights.rules import Magnitude, Mask, SoftThreshold, Values

@@ -72,7 +72,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class Piece:
-    """What this process updates of a weight that has a gradient: all of it, its rows by FSDP2, or its share of a
+    """The part of a weight that this process updates: all of it, its rows by FSDP2, or its share of a
     flat group of DeepSpeed ZeRO. All tensors have one shape.
 
     Attributes:
@@ -202,7 +202,7 @@ class SparseMethod:
         return {}
 
     def adapt_output(self, x: Tensor, output: Tensor, parameters: dict[str, Tensor], phase: str) -> Tensor:
-        """What a layer returns in `phase`, given its input, the result of its GEMM, and its own `parameters`."""
+        """The output of a layer in `phase`, from its input, the result of its GEMM, and its own `parameters`."""
         return output
 
     def merge(self, pruned: Tensor, parameters: dict[str, Tensor], phase: str) -> Tensor:
@@ -219,7 +219,7 @@ class SparseMethod:
         return view.state
 
     def check_state(self, view: WeightView) -> str | None:
-        """What is wrong with state that this method cannot have made; None for right state. `view.state` may hold any
+        """The fault of state that this method cannot have made; None for right state. `view.state` may hold any
         values, in the right shapes; `view.matrix` is on the meta device."""
         return None
 

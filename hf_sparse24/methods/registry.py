@@ -96,7 +96,7 @@ class SettingTexts(dict[str, str]):
 
 
 def describe_settings(method: str) -> SettingTexts:
-    """What each setting of a method means, with its default: the keywords that `Sparse24Config(method=...)` takes.
+    """The meaning and default of each setting of a method: the keywords that `Sparse24Config(method=...)` takes.
 
     Args:
         method: the name of a registered method.

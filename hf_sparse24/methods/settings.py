@@ -24,7 +24,7 @@ SHARED = ("method", "pattern", "layer_patterns", "target_modules", "exclude_modu
 """The fields of a config that every method has; all others are settings of the method."""
 
 RESERVED = (*SHARED, *FACTS, "settings", "quant_method", "hf_sparse24_version")
-"""What a setting cannot be called, because a config has it already."""
+"""Names that no setting can have, because a config has them already."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
 
@@ -133,7 +133,7 @@ class MethodSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSettings(MethodSettings):
-    """What happens to the operands of the three GEMMs other than the sparse weight."""
+    """How the operands of the three GEMMs other than the sparse weight are pruned and rounded."""
 
     weight_grad: str = setting(
         "dense",
@@ -182,7 +182,7 @@ class StandardSettings(PhaseSettings, GemmSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MasterSettings(MethodSettings):
-    """What the optimizer updates, for a method whose mask never changes. Goes first among a method's groups."""
+    """The tensor that the optimizer updates, for a method with a fixed mask. Goes first among a method's groups."""
 
     master: str = setting(
         "dense",

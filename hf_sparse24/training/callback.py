@@ -22,6 +22,7 @@ from .controller import Sparse24Controller, State
 from .distillation import Distiller, find_distiller
 from .resume import check_resumed, restore
 from .run_log import ConsoleFilter, RunLog
+from .step_masks import measuring_interval
 
 logger = get_logger(__name__)
 
@@ -145,9 +146,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
             check_resumed(model, self.checkpoint)
             restore(model, self.checkpoint)
-        # The steps that log by epoch are not known ahead: then the flip rate is measured in all.
-        interval = max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
-        numbers = {"step": state.global_step, "seed": args.seed, "metrics_interval": interval}
+        numbers = {"step": state.global_step, "seed": args.seed, "metrics_interval": measuring_interval(args, state)}
         self.controller = Sparse24Controller(model, kwargs["optimizer"], state.max_steps, **numbers)
         method = self.controller.run.method
         if method.teacher_loss is not None and self._distiller is None:

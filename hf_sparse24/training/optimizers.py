@@ -75,7 +75,7 @@ def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: "TorchO
 
 
 class TorchOptimizer:
-    """What the controller needs of a `torch.optim.Optimizer`: calls around its steps, and pieces of weights."""
+    """A `torch.optim.Optimizer` as the controller follows it: calls around its steps, and pieces of weights."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -86,7 +86,7 @@ class TorchOptimizer:
         return self.optimizer.param_groups
 
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
-        """What this process updates of the weights that have a gradient; `mask` gives that of a weight by name."""
+        """The pieces of weights with a gradient that this process updates; `mask` gives a weight's mask by name."""
         # Looked up each time: loading an optimizer's state gives it other group objects.
         groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
         pieces = []

@@ -7,6 +7,7 @@ from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
+from transformers import TrainerState, TrainingArguments
 
 from ..extensions import extensions
 from ..run import SparseRun, set_phase
@@ -17,7 +18,7 @@ from ..weights.storage import layer_name
 
 
 class StepMasks:
-    """What happens to the sparse weights of a run around each optimizer step.
+    """The masks and the state of a run's sparse weights around each optimizer step.
 
     `flips` says how many entries of each weight have entered or left its mask: by name 0-d tensors, over all processes;
     empty before the first measurement. All processes must call what measures.
@@ -114,6 +115,12 @@ class StepMasks:
 def trains(weight: SparseWeight) -> bool:
     """Whether training changes the weight or a Parameter that its method adds."""
     return any(tensor.requires_grad for tensor in (weight.master, *weight.parameters.values()))
+
+
+def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
+    """The steps between two measurements of the flip rate in a Trainer's run: those between logs."""
+    # The steps that log by epoch are not known ahead.
+    return max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
 
 
 @torch.no_grad()

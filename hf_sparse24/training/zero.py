@@ -31,7 +31,7 @@ class DeepSpeedZero(Protocol):
 
 
 class ZeroOptimizer:
-    """What `TorchOptimizer` does for the controller, for the optimizer of ZeRO-1 or ZeRO-2.
+    """The optimizer of ZeRO-1 or ZeRO-2 as the controller follows it; see `TorchOptimizer`.
 
     ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
     """

@@ -8,5 +8,12 @@ The road from a layer to a kernel:
     sparse_weight.py     SparseWeight._encode       asks the method for a rule, and checks that it is N:M
     rules.py             encode                     calls the kernel of that rule: `sparse24_kernels.prune.prune_forms`
 
-A `SparseWeight` has a storage (`storage.py`), the state that its method keeps (`state.py`), and encodings.
+A `SparseWeight` has a storage, the state that its method keeps, and encodings:
+
+    storage.py           how the module keeps it: as a dense master, as a packed master, or packed and frozen
+    state.py             the buffers and Parameters of its method
+    gemms.py             its three GEMMs as data
+    sharding.py          the part of a tensor that this process holds, and all of it
+    input_dim.py         which of its dimensions is the input dimension
+    packed_weight.py     packed forms, made without loss and checked after reading
 """

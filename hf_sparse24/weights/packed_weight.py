@@ -26,7 +26,7 @@ def not_packable(weight: SparseWeight) -> str | None:
 
 
 def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
-    """What a sparse weight computes with, packed; None where it has no packed form."""
+    """The packed form of the weight that a layer computes with; None where it has none."""
     if not_packable(weight):
         return None
     method = weight.method
@@ -43,7 +43,7 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
 
 
 def wrong_packed(packed: Packed) -> str | None:
-    """What is wrong with the values, the mask and the scales that a file had; None where nothing is."""
+    """The fault of values, mask and scales that were read from a file; None where they are right."""
     try:
         check_packed("", packed)
     except ValueError:

@@ -37,12 +37,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: the same memory, without gradients."""
+    """The part of a tensor that this process holds: the same memory, without gradients."""
     return cast("DTensor", tensor.detach()).to_local() if is_sharded(tensor) else tensor.detach()
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """What this process holds of a parameter's gradient, None without one. All processes must ask, because tensor
+    """The part of a parameter's gradient that this process holds, None without one. All processes must ask: tensor
     parallelism leaves gradients of embeddings whole, or still to be summed."""
     gradient = parameter.grad
     if gradient is None:

@@ -231,7 +231,7 @@ def _fresh_parameters(weight: SparseWeight, state: Mapping[str, Tensor]) -> dict
 
 @torch.no_grad()
 def wrong_state(weight: SparseWeight) -> str | None:
-    """What is wrong with the state of a weight; None where nothing is, and while there is no data."""
+    """The fault of a weight's state; None where it has none, and while there is no data."""
     if weight.parameter.is_meta or not weight.state.is_ready:
         return None
     method = weight.method
@@ -254,7 +254,7 @@ def wrong_state(weight: SparseWeight) -> str | None:
 
 
 def wrong_states(weights: Mapping[str, SparseWeight]) -> str | None:
-    """What is wrong with the state of the first few weights where something is; None where nothing is."""
+    """The faults of the first few weights whose state has one; None where all are right."""
     wrong = [f"{name}: {reason}" for name, weight in weights.items() if (reason := wrong_state(weight))]
     return "; ".join(wrong[:5]) or None
 

@@ -32,7 +32,7 @@ class WeightState(Mapping[str, Tensor]):
         return len(self.names)
 
     def local(self) -> list[Tensor]:
-        """What this process holds of the buffers."""
+        """The parts of the buffers that this process holds."""
         buffers, attribute = self.storage.module._buffers, self.storage.attribute
         return [sharding.local(cast(Tensor, buffers[attribute(name)])) for name in self.names]
 

@@ -20,7 +20,7 @@ from . import sharding
 
 
 class WeightView(NamedTuple):
-    """What a method is shown: a weight, or one matrix of a stack, without gradients, and the state that belongs to it.
+    """A weight as a method sees it: one matrix, or one of a stack, without gradients, and its state.
 
     Attributes:
         matrix: `[rows, columns]`, the dense master weight as it is stored: `[out, in]`, or `[in, out]` in GPT-2's
@@ -56,7 +56,7 @@ class Storage:
     """
 
     has_zeros: ClassVar[bool] = False
-    """Whether what is pruned is stored too, so that a method can prune to something else."""
+    """Whether dropped entries are stored too, so that a method can choose other ones."""
 
     def __init__(self, module: nn.Module, name: str, input_dim: int, layer: str = ""):
         self.module, self.name, self.input_dim, self.layer = module, name, input_dim, layer
@@ -87,7 +87,7 @@ class Storage:
         return math.prod(self.sizes) * (len(self.master) if self.is_stack else 1)
 
     def attribute(self, key: str) -> str:
-        """What the module calls a tensor that is kept for this weight."""
+        """The name in the module of a tensor that is kept for this weight."""
         # Transformers splits what is called `...experts.gate_up_proj` for a file, and older versions whatever begins
         # like that, so the weight's name goes last.
         return key if self.name == "weight" else f"{key}_of_{self.name}"
