@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-ADAPTER_CONFIG = "adapter_config.json"
-
 
 class Adapters:
     """Answers where no adapters exist; `peft.PeftAdapters` has those for PEFT's.
@@ -44,10 +42,6 @@ class Adapters:
     def merged(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """A context in which the active adapters are merged, and which gets the base model."""
         return nullcontext(model)
-
-    def recorded_config(self, directory: str | Path) -> Any:
-        """The `Sparse24Config` in the files of an adapter, as a dict; None where they have none."""
-        return None
 
 
 class Hub:

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer, pack_weight, unpack_weight
+from ..progress import get_logger
 from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
 from .bypass import adapters_in, is_adapter
 from .masked import UNMERGED, is_pruned, out_in
+
+logger = get_logger(__name__)
 
 
 class Unmerged:
@@ -148,6 +151,23 @@ def check_mergeable(model: nn.Module) -> None:
                 _unmerge_quietly(adapter)
 
 
+def warn_of_filled_zeros(model: nn.Module) -> None:
+    """Warn where a merge fills the zeros of weights that are sparse on their own, as those of a dense export are."""
+    filled = [name for name, module in model.named_modules() if is_adapter(module) and _fills_zeros(module)]
+    if filled:
+        way = "to keep them, load the base with quantization_config=Sparse24Config(method='fixed-mask', ...)"
+        logger.warning(f"merging fills the zeros of {len(filled)} weights, such as {filled[0]}; {way}")
+
+
+def _fills_zeros(adapter: Any) -> bool:
+    """Whether a merge adds to a linear layer of which a quarter or more is zero, and keeps no mask."""
+    weight = getattr(adapter.get_base_layer(), "weight", None)
+    keeps_zeros = "merge" in vars(adapter) or hasattr(adapter, "ia3_l") or adapter.merged
+    if keeps_zeros or weight is None or weight.dim() != 2 or weight.is_meta or not weight.is_floating_point():
+        return False
+    return bool(4 * weight.count_nonzero() <= 3 * weight.numel())
+
+
 def check_unmerged(model: nn.Module) -> None:
     """Raise ValueError where an adapter is merged: unmerging would restore a layer that has changed since."""
     merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
@@ -170,10 +190,12 @@ def without_adapters(model: Any) -> Iterator[nn.Module]:
             raise ValueError(f"{what}: {way}")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with ExitStack() as undo:
-        owners = _owners(base)
-        for parent, name, wrapper in _outermost_wrappers(base):
-            undo.callback(parent._modules.__setitem__, name, wrapper)
-            parent._modules[name] = _unwrapped(wrapper, owners, undo)
+        owners: dict[int, list[str]] = {}
+        for name, parameter in base.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(name.rpartition(".")[0].removesuffix(".base_layer"))
+        for parent, child, wrapper in _outermost_wrappers(base):
+            undo.callback(parent._modules.__setitem__, child, wrapper)
+            parent._modules[child] = _unwrapped(wrapper, owners, undo)
         if getattr(base, "_hf_peft_config_loaded", False):  # by Transformers' add_adapter: it would save adapters alone
             base._hf_peft_config_loaded = False
             undo.callback(setattr, base, "_hf_peft_config_loaded", True)
@@ -192,14 +214,6 @@ def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
                 wrappers.append((parent, name, module))
                 inside |= {id(child) for child in module.modules()}
     return wrappers
-
-
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), []).append(name.removesuffix(".base_layer"))
-    return owners
 
 
 def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> nn.Module:

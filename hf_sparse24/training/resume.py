@@ -17,7 +17,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
-from ..extensions import extensions
 from ..facts import MARKER
 from ..files import read_json
 from ..methods.masked_decay import AUTO
@@ -30,7 +29,7 @@ from ..weights.sparse_weight import sparse_weights
 logger = get_logger(__name__)
 
 CONFIG = "config.json"
-OWN_CONFIG = "sparse24_config.json"  # where neither a `config.json` nor an adapter's record of its base has the config
+OWN_CONFIG = "sparse24_config.json"  # where no `config.json` has the config, as with adapters
 
 _WEIGHTS = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
@@ -92,7 +91,7 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
 def saved_config(checkpoint: str | Path) -> SavedConfig | None:
     """The config of the patched model, or of the one below an adapter, that a Trainer saved; None without one."""
     model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / OWN_CONFIG
-    saved = extensions.adapters.recorded_config(checkpoint)
+    saved = None
     if model_config.is_file():
         saved = read_json(model_config).get("quantization_config")
     elif own.is_file():
@@ -105,11 +104,7 @@ def saved_config(checkpoint: str | Path) -> SavedConfig | None:
 def save_config(model: nn.Module, checkpoint: str | Path) -> None:
     """Write the config of a patched model where what was saved of the model has none."""
     run = sparse_run(model)
-    if (
-        run is not None
-        and not (Path(checkpoint) / CONFIG).exists()
-        and extensions.adapters.recorded_config(checkpoint) is None
-    ):
+    if run is not None and not (Path(checkpoint) / CONFIG).exists():
         text = json.dumps(run.saved.to_dict(), indent=2) + "\n"
         (Path(checkpoint) / OWN_CONFIG).write_text(text, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Adapters loaded onto what may or may not be their base: in another dtype, by an earlier version, without us."""
+"""Adapters loaded onto what is or is not their base: in another dtype or form, sparse by another method, dense."""
 
 import json
 from functools import partial
@@ -13,8 +13,7 @@ from torch import nn
 from training_runs import arguments, dataset
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, patch_model, unpatch_model
-from hf_sparse24.peft.tuners import MASKED_TYPE
+from hf_sparse24 import Sparse24Callback, Sparse24Config, export_model, patch_model, unpatch_model
 from hf_sparse24.run import set_phase, sparse_run
 
 peft = pytest.importorskip("peft")
@@ -35,31 +34,45 @@ def dense(tmp_path) -> Path:
     return tmp_path / "dense"
 
 
-def patched(directory: Path, method: str = "s-ste", dtype: torch.dtype = torch.float32) -> nn.Module:
+def patched(directory: Path, method: str = "s-ste", dtype: torch.dtype = torch.float32, **settings) -> nn.Module:
     model = load(directory, dtype=dtype)
-    patch_model(model, Sparse24Config(method=method))
+    patch_model(model, Sparse24Config(method=method, **settings))
     return model
 
 
-@pytest.mark.parametrize("method", ["ste", "fixed-mask", "t-sr-ste"])
-def test_an_adapter_fits_its_base_in_every_dtype_and_no_other_method(method, dense, tmp_path):
-    peft.get_peft_model(patched(dense, method), lora()).save_pretrained(tmp_path / "adapter")
-    for dtype in (torch.float32, torch.bfloat16):
-        loaded = peft.PeftModel.from_pretrained(load(dense, dtype=dtype), tmp_path / "adapter")
+def mapping(adapter: Path) -> dict:
+    return json.loads((adapter / "adapter_config.json").read_text())["auto_mapping"] or {}
+
+
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+def test_the_files_of_an_adapter_say_by_what_its_base_is_sparse(task_type, dense, tmp_path):
+    base = patched(dense)
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(load(tmp_path / "base"), lora(task_type=task_type))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = mapping(tmp_path / "adapter")
+    assert saved["sparse24"] == {"method": "s-ste", "pattern": "2:4"}
+    assert saved.get("base_model_class") == (None if task_type else "LlamaForCausalLM")
+    again = peft.PeftModel.from_pretrained(patched(dense, dtype=torch.bfloat16), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), logits(model), atol=0.1, rtol=0.1)
+    again.save_pretrained(tmp_path / "second")
+    assert mapping(tmp_path / "second") == saved
+    auto = peft.AutoPeftModelForCausalLM if task_type else peft.AutoPeftModel
+    assert torch.equal(logits(auto.from_pretrained(tmp_path / "adapter")), logits(model))
+
+
+def test_the_base_is_a_checkpoint_an_export_or_a_patched_dense_model(dense, tmp_path):
+    base = patched(dense, "t-sr-ste")
+    base.save_pretrained(tmp_path / "base")
+    export_model(base, tmp_path / "export")
+    model = peft.get_peft_model(base, lora())
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    for found in (load(tmp_path / "base"), patched(tmp_path / "export", "t-sr-ste"), patched(dense, "t-sr-ste")):
+        loaded = peft.PeftModel.from_pretrained(found, tmp_path / "adapter")
         assert masks(loaded) == [True] * 2
-    other = patched(dense, "ste" if method == "t-sr-ste" else "t-sr-ste")
-    with pytest.raises(ValueError, match=f"method='{method}', this model "):
-        peft.PeftModel.from_pretrained(other, tmp_path / "adapter")
-
-
-def test_an_adapter_whose_files_have_no_names_of_weights_loads(dense, tmp_path):
-    """Files of 0.1, and those with a sketch of the base's weights in place of names."""
-    peft.get_peft_model(patched(dense, "ste"), lora()).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    saved = json.loads(file.read_text())
-    del saved["auto_mapping"]["sparse24"]["weights"]
-    file.write_text(json.dumps(saved | {"peft_type": "LORA"}))
-    assert masks(peft.PeftModel.from_pretrained(load(dense), tmp_path)) == [True] * 2
+        torch.testing.assert_close(logits(loaded), expected)
+        torch.testing.assert_close(logits(loaded.merge_and_unload()), expected)
 
 
 LOADERS = {
@@ -68,38 +81,54 @@ LOADERS = {
     "AutoPeftModel": lambda base, adapter: peft.AutoPeftModelForCausalLM.from_pretrained(adapter),
     "from_pretrained": lambda base, adapter: load(adapter),
     "load_adapter": lambda base, adapter: load(base).load_adapter(adapter),
-    "PeftConfig": lambda base, adapter: peft.PeftConfig.from_pretrained(adapter),
 }
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_an_adapter_with_masks_is_not_loaded_without_this_library(loader, dense, tmp_path, monkeypatch):
+def test_a_dense_base_is_refused(loader, dense, tmp_path):
     peft.get_peft_model(patched(dense), lora()).save_pretrained(tmp_path / "adapter")
-    LOADERS[loader](dense, tmp_path / "adapter")
-    monkeypatch.delitem(peft.PEFT_TYPE_TO_CONFIG_MAPPING, MASKED_TYPE)  # what the import has added
-    with pytest.raises(KeyError, match=r"LORA \(import hf_sparse24, version 0\.2 or later"):
+    with pytest.raises(ValueError, match=r"is dense: .*='.*dense'.*method='s-ste', pattern='2:4'"):
         LOADERS[loader](dense, tmp_path / "adapter")
 
 
-def test_adapters_without_masks_have_the_type_that_peft_gives_them(dense, tmp_path):
-    ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=["up_proj"])
-    for config in (lora(target_modules=["q_proj"]), ia3, peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)):
-        peft.get_peft_model(patched(dense), config).save_pretrained(tmp_path)
-        assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == config.peft_type.value
-    in_dense_phase = patched(dense, "t-sr-ste")
-    set_phase(in_dense_phase, "dense")
-    peft.get_peft_model(in_dense_phase, lora()).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
+@pytest.mark.parametrize("settings", [{"method": "ste"}, {"pattern": "1:4"}])
+def test_a_base_that_is_sparse_in_another_way_is_refused(settings, dense, tmp_path):
+    peft.get_peft_model(patched(dense), lora()).save_pretrained(tmp_path / "adapter")
+    ((field, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"this model is .*'{field}': '{value}'"):
+        peft.PeftModel.from_pretrained(patched(dense, **settings), tmp_path / "adapter")
 
 
-def test_an_adapter_of_a_dense_export_is_told_that_masks_change_it(dense, tmp_path, caplog):
+def test_an_adapter_of_a_dense_base_is_told_that_masks_change_it(dense, tmp_path, caplog):
     model = peft.get_peft_model(load(dense), lora())
     model.save_pretrained(tmp_path / "adapter")
+    assert "sparse24" not in mapping(tmp_path / "adapter")
     peft.PeftModel.from_pretrained(load(dense), tmp_path / "adapter")
     peft.get_peft_model(patched(dense), lora())
     assert not caplog.text
     peft.PeftModel.from_pretrained(patched(dense), tmp_path / "adapter")
-    assert "adapter 'default' was trained without masks" in caplog.text
+    assert "trained on a dense base" in caplog.text
+
+
+def test_a_merge_that_fills_zeros_of_a_dense_export_warns(dense, tmp_path, caplog):
+    export_model(patched(dense), tmp_path / "export")
+    ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=["up_proj"])
+    for directory, config in ((dense, lora()), (tmp_path / "export", ia3), (tmp_path / "export", lora())):
+        assert not caplog.text
+        peft.get_peft_model(load(directory), config).merge_and_unload()
+    assert "zeros of 2 weights, such as model.layers.0.mlp." in caplog.text
+
+
+@pytest.mark.parametrize("phase", ["dense", "unpatched"])
+def test_an_adapter_whose_base_computes_densely_is_saved_as_one_of_a_dense_base(phase, dense, tmp_path):
+    model = patched(dense, "t-sr-ste")
+    if phase == "dense":
+        set_phase(model, "dense")
+    model = peft.get_peft_model(model, lora())
+    if phase == "unpatched":
+        unpatch_model(model, sparse=False)
+    model.save_pretrained(tmp_path / "adapter")
+    assert "sparse24" not in mapping(tmp_path / "adapter")
 
 
 def test_adapters_that_are_combined_have_masks_again(dense, tmp_path):
@@ -108,36 +137,26 @@ def test_adapters_that_are_combined_have_masks_again(dense, tmp_path):
     model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "both")
     model.save_pretrained(tmp_path, selected_adapters=["both"])
     model.set_adapter("both")
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / "both")), logits(model))
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(patched(dense), tmp_path / "both")), logits(model))
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_an_adapter_that_was_there_before_the_model_was_patched_is_saved_with_its_base(wrapped, dense, tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"method": "slope", "initial_mask": "random"}], ids=["s-ste", "random"])
+def test_an_adapter_that_was_there_before_the_model_was_patched_is_saved_with_its_base(
+    settings, wrapped, dense, tmp_path
+):
     model = peft.get_peft_model(load(dense), lora())
-    patch_model(model if wrapped else model.get_base_model())
+    patch_model(model if wrapped else model.get_base_model(), Sparse24Config(**settings))
     model.save_pretrained(tmp_path / "adapter")
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / "adapter")), logits(model))
-
-
-def test_random_masks_below_an_adapter_are_those_of_the_base_alone(dense, tmp_path):
-    model = peft.get_peft_model(load(dense), lora())
-    patch_model(model, Sparse24Config(method="slope", initial_mask="random"))
-    model.save_pretrained(tmp_path / "adapter")
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(load(dense), tmp_path / "adapter")), logits(model))
+    loaded = peft.PeftModel.from_pretrained(patched(dense, **settings), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_an_adapter_out_of_the_dense_weights_is_refused(dense):
     model = peft.get_peft_model(load(dense), lora(init_lora_weights="pissa"))
-    with pytest.raises(ValueError, match="call patch_model first, then get_peft_model"):
+    with pytest.raises(ValueError, match="init_lora_weights='pissa'"):
         patch_model(model)
     assert sparse_run(model) is None
-
-
-def test_an_adapter_whose_base_is_dense_again_is_saved_as_one_of_a_dense_base(dense, tmp_path):
-    model = peft.get_peft_model(patched(dense), lora())
-    unpatch_model(model, sparse=False)
-    model.save_pretrained(tmp_path / "adapter")
-    assert "sparse24" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
 
 
 def test_a_trainer_resumes_adapters_with_masks(dense, tmp_path):

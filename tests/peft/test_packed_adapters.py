@@ -115,6 +115,8 @@ def test_an_adapter_goes_from_one_form_of_its_base_to_another(method, tmp_path):
     for format in ("dense", "packed"):
         export_model(base, tmp_path / format, format)
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / format)
+        if format == "dense":
+            patch_model(exported, Sparse24Config(method=method))
         loaded = peft.PeftModel.from_pretrained(exported, tmp_path / "adapter").eval()
         torch.testing.assert_close(logits(loaded), computed)
 
