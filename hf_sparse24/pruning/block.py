@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..weights.sparse_weight import SparseWeight
 from .replay import Call, tensors
 from .report import LayerReport
-from .statistics import Gram, InputNorms
+from .statistics import Statistics
 
 
 class BlockExample(NamedTuple):
@@ -42,7 +42,7 @@ class Block:
     name: str
     module: nn.Module
     weights: dict[str, SparseWeight] = field(default_factory=dict)
-    statistics: dict[str, Gram | InputNorms] = field(default_factory=dict)
+    statistics: dict[str, Statistics] = field(default_factory=dict)
     examples: list[BlockExample] = field(default_factory=list)
     masks: dict[str, Tensor] = field(default_factory=dict)
     layers: list[LayerReport] = field(default_factory=list)

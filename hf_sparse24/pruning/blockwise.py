@@ -10,8 +10,7 @@ error, because a few tokens of most language models hold nearly all of the varia
 
 import math
 from collections.abc import Container, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,7 @@ def _trainable(block: nn.Module, parameters: list[nn.Parameter]) -> Iterator[Non
             parameter.requires_grad_(needed).grad = grad
 
 
-def _autocast(device: str, dtype: torch.dtype) -> Any:
+def _autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[object]:
     """The caller's autocast, or else that of half-precision weights, without a cache: weights change at every step."""
     if torch.is_autocast_enabled(device):
         return nullcontext()

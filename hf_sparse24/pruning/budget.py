@@ -1,4 +1,4 @@
-"""choose: the N:32 of each layer, by the error of its block, so that all layers keep to a share of the dense bytes.
+"""fit_budget: the N:32 of each layer, by the error of its block, so that all layers keep to a share of the dense bytes.
 
 Each layer alone is pruned to every N from dense inputs, and its block runs on some batches. Then all start at the
 lowest N, and the step that saves the most error per byte is taken until nothing fits.
@@ -7,8 +7,8 @@ lowest N, and the step that saves the most error per byte is taken until nothing
 import math
 from contextlib import closing
 from dataclasses import asdict
+from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from sparse24_kernels import Pattern
@@ -45,8 +45,13 @@ def lowest(config: Sparse24Config, criterion: str, budget: float) -> Sparse24Con
     return config.replace(pattern=f"{LEVELS[0]}:{M}")
 
 
-def choose(
-    model: nn.Module, batches: list[ModelInputs], config: Sparse24Config, options: Options, budget: float, folder: Any
+def fit_budget(
+    model: nn.Module,
+    batches: list[ModelInputs],
+    config: Sparse24Config,
+    options: Options,
+    budget: float,
+    folder: str | PathLike | None,
 ) -> Sparse24Config:
     """Return a config of `lowest` with a pattern for each layer. The folder, or None, keeps the choice."""
     patch_model(model, config)

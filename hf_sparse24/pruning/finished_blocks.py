@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +29,11 @@ class FinishedBlocks:
     """
 
     def __init__(
-        self, directory: str | PathLike | None, model: nn.Module, batches: list[ModelInputs], settings: dict[str, Any]
+        self,
+        directory: str | PathLike | None,
+        model: nn.Module,
+        batches: list[ModelInputs],
+        settings: dict[str, object],
     ):
         self.directory = None if directory is None else Path(directory)
         self._paths: dict[str, Path] = {}
@@ -92,7 +95,7 @@ def _damaged(path: Path) -> ValueError:
     return ValueError(f"{path} is damaged, or no block of oneshot: delete it; it is pruned again with all after it")
 
 
-def fingerprint(model: nn.Module, batches: list[ModelInputs], settings: dict[str, Any]) -> str:
+def fingerprint(model: nn.Module, batches: list[ModelInputs], settings: dict[str, object]) -> str:
     """Return a hash of all that pruned blocks follow from."""
     device = next(model.parameters()).device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -9,7 +9,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
 from .block import Block
 from .blockwise import reconstruct_block
-from .budget import choose, lowest
+from .budget import fit_budget, lowest
 from .calibration import calibrate, check_batch, uncached
 from .finished_blocks import FinishedBlocks
 from .options import Options, check_config, check_weights
@@ -124,7 +123,7 @@ def oneshot(
     if passes is None:
         options = replace(options, passes=min(PASSES, math.ceil(STEPS / len(batches))))
     if budget is not None:
-        config = choose(model, batches, config, options, budget, resume_dir)
+        config = fit_budget(model, batches, config, options, budget, resume_dir)
     patch = replace(patch_model(model, config), is_pretrained=False)  # nothing has to be done first
     weights = sparse_weights(model)
     with _all_or_nothing(model) as originals:
@@ -142,7 +141,8 @@ def oneshot(
                 pruning.add(block)
         set_phase(model, "sparse")
     layers = pruning.layers
-    run: Any = sparse_run(model)
+    run = sparse_run(model)
+    assert run is not None  # it is patched
     chosen = {} if budget is None else {"budget": budget}
     counts = {"batches": len(batches), "tokens": max(layer.tokens for layer in layers.values())}
     run.record(pruning=asdict(options) | chosen | counts)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from sparse24_kernels import Pattern, apply_mask, nm_mask, transposable_mask
 from torch import Tensor
@@ -16,18 +15,20 @@ from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from . import layerwise
-from .statistics import Gram, InputNorms
+from .statistics import Gram, InputNorms, Statistics
 
 Pruned = tuple[Tensor, Tensor, float]
 """The pruned weight `[out, in]`, zero off the mask; its bool mask, N of every M inputs; the damping that it took."""
 
 
-def _magnitude(weight: Tensor, inputs: Any, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
+def _magnitude(
+    weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None = None
+) -> Pruned:
     mask = nm_mask(weight, *pattern) if solver is None else transposable_mask(weight, *pattern, solver)
     return apply_mask(weight, mask), mask, damping
 
 
-def _wanda(weight: Tensor, inputs: Any, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
+def _wanda(weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
     """The n of every m inputs with the largest `|W_ij| * ||X_j||_2`: Sun et al. 2023 (arXiv 2306.11695), eq. (1)."""
     mask = layerwise.best_mask(weight.abs() * inputs.squares.sqrt(), *pattern, -1, solver)
     return apply_mask(weight, mask), mask, damping
@@ -38,7 +39,7 @@ def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float, s
 
 
 CRITERIA: dict[str, Callable[..., Pruned]] = {"magnitude": _magnitude, "wanda": _wanda, "sparsegpt": _sparsegpt}
-"""How to prune one layer, by the statistics of its inputs. `solver` is that of `KeptMaskMethod.both_ways`."""
+"""Functions that prune one layer, by the statistics of its inputs. `solver` is that of `KeptMaskMethod.both_ways`."""
 RECONSTRUCTIONS = ("block", "layer", None)
 
 
@@ -67,7 +68,7 @@ class Options:
 
     @property
     def statistics(self) -> type[Gram] | type[InputNorms]:
-        """What to keep of a layer's inputs. A Gram matrix costs as much as running the block."""
+        """The statistics to keep of a layer's inputs. A Gram matrix costs as much as running the block."""
         needs_gram = self.criterion == "sparsegpt" or self.reconstruct == "layer" or self.values == "int8"
         return Gram if needs_gram else InputNorms
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..progress import Progress, get_logger
 from .calibration import evaluating
@@ -18,7 +18,7 @@ BATCH = 32  # sequences that are written at a time: a bound on memory
 
 
 @torch.no_grad()
-def own_text(model: Any, tokenizer: Any, count: int, length: int, seed: int = 0) -> Tensor:
+def own_text(model: Any, tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int = 0) -> Tensor:
     """Text that a language model writes from nothing, to be given to `oneshot`.
 
     A model that is pruned by a few kinds of text forgets the others first; its own text has all kinds that it learned.

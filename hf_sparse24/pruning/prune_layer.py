@@ -12,14 +12,12 @@ from ..weights.storage import layer_name
 from . import layerwise
 from .options import CRITERIA, Options
 from .report import LayerReport
-from .statistics import Gram, InputNorms, matrix
+from .statistics import Gram, Statistics, matrix
 
 logger = get_logger(__name__)
 
 
-def prune_layer(
-    name: str, target: SparseWeight, inputs: Gram | InputNorms, options: Options
-) -> tuple[LayerReport, Tensor]:
+def prune_layer(name: str, target: SparseWeight, inputs: Statistics, options: Options) -> tuple[LayerReport, Tensor]:
     """Write a layer's new weight and bias, and return its report and its mask in the layout of the stored weight."""
     weight, bias = matrix(target), getattr(target.module, "bias", None)
     dense = weight.to(inputs.squares.dtype, copy=True)
@@ -59,7 +57,7 @@ def prune_layer(
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
 
 
-def round_layer(target: SparseWeight, inputs: Gram | InputNorms, damping: float) -> None:
+def round_layer(target: SparseWeight, inputs: Statistics, damping: float) -> None:
     """Round a pruned weight to int8 values, if it can be packed."""
     assert isinstance(inputs, Gram)
     if not not_packable(target):

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,14 @@ ModelInputs = dict[str, Tensor]
 class Effect(NamedTuple):
     """The result of a block's call: its output, and what it wrote into each dict among its arguments."""
 
-    output: Any
-    writes: list[dict[Any, Any]]
+    output: object
+    writes: list[dict[object, object]]
 
 
 class Call:
     """A call of a block with its arguments, which is computed or replayed."""
 
-    def __init__(self, block: nn.Module, arguments: list[Any], forward: Callable[[], Any]):
+    def __init__(self, block: nn.Module, arguments: list[object], forward: Callable[[], object]):
         self.block, self._arguments, self._forward = block, arguments, forward
         self._dicts = [value for value in arguments if isinstance(value, MutableMapping)]
 
@@ -88,7 +88,7 @@ class Replay:
         self.blocks = dict(_blocks(model))
         self.final = True
         self._is_inside = False  # a block computes: blocks within it are not intercepted
-        self._on_call: Callable[[Call], Any] = lambda call: call.compute().output
+        self._on_call: Callable[[Call], object] = lambda call: call.compute().output
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
@@ -106,11 +106,11 @@ class Replay:
                 if forward is not None:
                     block.__dict__["forward"] = forward
 
-    def _call(self, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, block: nn.Module, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         if self._is_inside:
             return forward(*args, **kwargs)
 
-        def compute() -> Any:
+        def compute() -> object:
             self._is_inside = True
             try:
                 return forward(*args, **kwargs)
@@ -190,7 +190,7 @@ class Replay:
         """Run a forward pass in which `make(number, call)` makes the calls, up to number `stop` or to the end."""
         numbers = itertools.count()
 
-        def on_call(call: Call) -> Any:
+        def on_call(call: Call) -> object:
             number = next(numbers)
             effect = make(number, call)
             if number == stop:
@@ -218,7 +218,7 @@ def _blocks(module: nn.Module, name: str = "", member: str | None = None) -> Ite
             yield from _blocks(child, path, inner)
 
 
-def tensors(tree: Any) -> list[Tensor]:
+def tensors(tree: object) -> list[Tensor]:
     """Return the tensors of nested tuples, lists, dicts and outputs of Transformers, in their order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 

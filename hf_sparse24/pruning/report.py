@@ -1,4 +1,4 @@
-"""What `oneshot` returns: the errors of layers and blocks."""
+"""OneshotReport: the result of `oneshot`, with the errors of layers and blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ..tables import TableReport, shown_patterns
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What block reconstruction did for one block.
+    """The errors of one block, before and after its reconstruction.
 
     Attributes:
         name: of the block.

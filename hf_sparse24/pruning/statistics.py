@@ -72,12 +72,15 @@ def _zeros(weight: SparseWeight, *sizes: int) -> Tensor:
     return torch.zeros(sizes, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
 
 
+Statistics = Gram | InputNorms
+
+
 class InputHooks:
     """Hooks before the layers to prune, which measure their inputs. Layers share inputs: query, key and value do."""
 
     def __init__(self, replay: Replay, weights: dict[str, SparseWeight], stack: ExitStack):
         self.replay, self.unpruned = replay, set(weights)
-        self._statistics: dict[str, Gram | InputNorms] | None = None
+        self._statistics: dict[str, Statistics] | None = None
         self._x: Tensor | None = None
         self._key: object = None
         for name, weight in weights.items():
@@ -85,7 +88,7 @@ class InputHooks:
             stack.enter_context(weight.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     @contextmanager
-    def measuring(self, statistics: dict[str, Gram | InputNorms], masks: list[Tensor]) -> Iterator[None]:
+    def measuring(self, statistics: dict[str, Statistics], masks: list[Tensor]) -> Iterator[None]:
         """Add inputs `[..., in]` to the layers' statistics, but for the padding that masks `[batch, length]` show."""
         self._statistics, self._masks, self._x = statistics, masks, None
         yield

@@ -1,4 +1,4 @@
-"""Which layers of a serving engine are packed, and how they may be split: names and numbers, no engine.
+"""The packed layers of a serving engine, and how they may be split: names and numbers, no engine.
 
 Engines stack some layers, such as q_proj, k_proj and v_proj, to one, and split layers over processes.
 """
@@ -15,7 +15,7 @@ WAY_OUT = "serve a dense export instead: hf-sparse24 export CHECKPOINT DIRECTORY
 
 
 def read_format(config: Mapping[str, Any]) -> PackedFormat:
-    """What the `quantization_config` of a checkpoint says of its packed weights; ValueError: it has none."""
+    """The packed weights that the `quantization_config` of a checkpoint lists; ValueError: it has none."""
     if config.get("packed") is None:
         way = "serve an export of it: hf-sparse24 export CHECKPOINT DIRECTORY --format packed"
         raise ValueError(f"this is a training checkpoint (method={config.get('method')!r}); {way}")

@@ -24,7 +24,7 @@ from .packed_layers import WAY_OUT, check_split, packed_pattern, read_format
 
 
 class Sparse24PackedConfig(QuantizationConfig):
-    """What `config.json` says of a packed export, for vLLM."""
+    """The `quantization_config` of a packed export, for vLLM."""
 
     def __init__(self, packed: PackedFormat):
         super().__init__()

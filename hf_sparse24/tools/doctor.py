@@ -34,7 +34,7 @@ def devices() -> list[torch.device]:
 
 
 def choices(device: torch.device) -> list[tuple[str, str, str]]:
-    """What runs each kind of work on `device`: the work, what runs it, and why."""
+    """Rows of each kind of work on `device`: the work, what runs it, and why."""
     rows = [
         ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
         ("GEMMs", *choose_backend(device)),
@@ -55,7 +55,7 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
 
 
 class Checked(NamedTuple):
-    """What the check on first use says of an operator: `failure` is "", or the first difference."""
+    """The result of the check of an operator: `failure` is "", or the first difference."""
 
     implementation: str
     operator: str

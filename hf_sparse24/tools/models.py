@@ -1,4 +1,4 @@
-"""What the commands do first: find a checkpoint, make its model without weights, look at where a result goes."""
+"""The start of each command: find a checkpoint, make its model without weights, check where a result goes."""
 
 import os
 from collections.abc import Sequence

@@ -24,7 +24,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sparse24_kernels.cache_folder import write_json
 from torch import Tensor
-from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.logging import disable_progress_bar
 
@@ -64,7 +73,7 @@ def prune(options: argparse.Namespace) -> int:
         return _run(job, dense)
 
 
-def _run(job: PruneJob, dense: Any) -> int:
+def _run(job: PruneJob, dense: PreTrainedModel) -> int:
     options = job.options
     metrics = {"dense": measure(job, "dense", dense, dense)}
     _prune(job, dense, job.work / "pruned")
@@ -102,7 +111,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(done)
 
 
-def _load(job: PruneJob, source: Any, dtype: Any) -> Any:
+def _load(job: PruneJob, source: str | Path, dtype: torch.dtype | str) -> Any:
     return job.cls.from_pretrained(source, dtype=dtype).to(job.device)
 
 
@@ -136,7 +145,7 @@ def _hash_of_files(job: PruneJob) -> str:
 
 
 @torch.no_grad()
-def measure(job: PruneJob, name: str, model: Any, dense: Any) -> dict[str, float]:
+def measure(job: PruneJob, name: str, model: PreTrainedModel, dense: PreTrainedModel) -> dict[str, float]:
     """Metrics on held-out text: the loss in nats per predicted token and the perplexity; of an encoder, which predicts
     none, the mean cosine of its and `dense`'s hidden states."""
     total, count, generator = 0.0, 0, torch.Generator().manual_seed(0)
@@ -167,7 +176,7 @@ def _batch(job: PruneJob, rows: Tensor, generator: torch.Generator | None = None
     return {"input_ids": rows.masked_fill(hidden, mask), "labels": rows.masked_fill(~hidden, IGNORED)}
 
 
-def _prune(job: PruneJob, dense: Any, folder: Path) -> None:
+def _prune(job: PruneJob, dense: PreTrainedModel, folder: Path) -> None:
     """Save the pruned model to a folder, unless it is there."""
     if folder.exists():
         return
@@ -183,7 +192,7 @@ def _prune(job: PruneJob, dense: Any, folder: Path) -> None:
     shutil.rmtree(blocks)
 
 
-def _own_text(job: PruneJob, dense: Any) -> Iterator[Tensor]:
+def _own_text(job: PruneJob, dense: PreTrainedModel) -> Iterator[Tensor]:
     """Text of the dense model, in batches that have a file each: writing takes long, and Ctrl-C loses none."""
     special = job.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     begin, end = special.index(0), special[::-1].index(0)  # how many stand around a text, such as a bos_token
@@ -200,7 +209,7 @@ def _own_text(job: PruneJob, dense: Any) -> Iterator[Tensor]:
         yield torch.cat([block[:, :begin].expand(number, -1), text, block[:, begin + length :].expand(number, -1)], 1)
 
 
-def _train(job: PruneJob, model: Any, dense: Any) -> Any:
+def _train(job: PruneJob, model: PreTrainedModel, dense: PreTrainedModel) -> PreTrainedModel:
     """Train the kept weights, or go on with that; the trained model. KeyboardInterrupt: Ctrl-C was pressed, and a
     checkpoint is saved."""
     folder, on_cpu = job.work / "training", job.device == "cpu"
@@ -239,12 +248,12 @@ class _Stop(TrainerCallback):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(2, b"saving a checkpoint after this step; Ctrl-C again ends at once\n")  # loggers are not for handlers
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.is_pressed:
             control.should_save = control.should_training_stop = True
 
 
-def _write_card(job: PruneJob, model: Any, metrics: dict[str, dict[str, float]]) -> None:
+def _write_card(job: PruneJob, model: PreTrainedModel, metrics: dict[str, dict[str, float]]) -> None:
     options, folder = job.options, Path(job.options.output)
     *_, results = metrics.values()
     details: dict[str, Any] = {"dense_control": metrics["dense"], "control_name": CONTROL}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
@@ -148,7 +148,7 @@ class PruneJob:
         return "\n".join(lines)
 
 
-def _tokenizer(model: str, kind: str) -> Any:
+def _tokenizer(model: str, kind: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -197,7 +197,7 @@ def _texts(file: Path) -> Iterator[str]:
             raise ValueError(f'--text {file}: line {number} is no {{"text": "..."}}') from None
 
 
-def make_blocks(documents: list[str], tokenizer: Any, length: int, most: int, seed: int) -> Tensor:
+def make_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int, seed: int) -> Tensor:
     """At most `most` blocks `[blocks, length]` of documents in random order, with the tokenizer's special tokens.
 
     A token that ends a text is between documents. What fills no block is left out.

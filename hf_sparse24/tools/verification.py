@@ -23,7 +23,7 @@ from ..weights.packed_weight import wrong_packed
 
 
 class Listing(NamedTuple):
-    """Which weights a checkpoint lists as sparse."""
+    """The weights that a checkpoint lists as sparse."""
 
     format: str  # "dense" or "packed"
     source: str  # the name of the file that says it
@@ -94,7 +94,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_listing(tensors: Tensors) -> Listing:
-    """Which weights the checkpoint that has these tensors lists as sparse. ValueError: a training checkpoint, one that
+    """The weights that the checkpoint of these tensors lists as sparse. ValueError: a training checkpoint, one that
     lists no sparse weights, or a damaged file. OSError: no config.json."""
     directory = tensors.directory
     config = read_json(directory / CONFIG).get("quantization_config") or {}
