@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from packaging.version import Version
@@ -27,7 +27,7 @@ class _InConfigJson(QuantizationConfigMixin):
 
     quant_method: str = "sparse24"  # type: ignore[assignment]  # Transformers' enum has only its own methods
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
+    def __iter__(self) -> Iterator[tuple[str, object]]:
         yield from self.to_dict().items()
 
     def __eq__(self, other: object) -> bool:
@@ -110,7 +110,7 @@ class Sparse24Config(_InConfigJson):
             raise AttributeError(f"a Sparse24Config with method={self.__dict__.get('method')!r} has no {name!r}")
         return getattr(settings, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         other = f"config.replace({name}=...) makes another"
         way = f"sparse_run(model).change_settings({name}=...) changes a setting of a patched model"
         raise AttributeError(f"{name}={shown(value)}: a Sparse24Config is frozen; {other}, and {way}")
@@ -239,7 +239,7 @@ def _setting_names() -> set[str]:
     return {name for method in METHODS.values() for name in _names_of(method.Settings)}
 
 
-def _check_names(method: type[SparseMethod], names: dict[str, Any], given: dict[str, Any]) -> None:
+def _check_names(method: type[SparseMethod], names: Mapping[str, object], given: Mapping[str, object]) -> None:
     """Every name is a setting of some method; those with a value are settings of this one."""
     own = _names_of(method.Settings)
     for name in names:
@@ -272,13 +272,13 @@ def _is_pattern(value: Any) -> str | None:
     return None
 
 
-def _are_patterns(value: Any) -> str | None:
+def _are_patterns(value: object) -> str | None:
     if value is None or (isinstance(value, dict) and not any(map(_is_pattern, value.values()))):
         return None
     return "must be a dict of names and patterns 'N:M' with 0 < N < M, such as {'down_proj': '1:4'}"
 
 
-def _are_indices(value: Any) -> str | None:
+def _are_indices(value: object) -> str | None:
     layers = value if isinstance(value, list) else [value]
     if value is None or (layers and all(type(layer) is int and 0 <= layer <= sys.maxsize for layer in layers)):
         return None

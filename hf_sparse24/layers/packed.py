@@ -136,7 +136,7 @@ class PackedLayer(PackedModule):
     @property
     def weight(self) -> Tensor:
         dense = self.sparse24["weight"].storage.whole()
-        dense._is_hf_initialized = True  # so Transformers, loading, does not initialise it
+        dense._is_hf_initialized = True  # type: ignore[attr-defined]  # so Transformers does not initialise it
         return dense
 
     def forward(self, x: Tensor) -> Tensor:

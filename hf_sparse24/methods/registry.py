@@ -3,7 +3,7 @@
 import dataclasses
 import textwrap
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..tables import html_table, shown
 from .base import SparseMethod
@@ -58,7 +58,7 @@ def _check_class(cls: type[SparseMethod]) -> None:
         raise ValueError(f"{cls.__name__} must implement mask, or prune")
     if not {"sparse", "dense"} <= set(cls.phases):
         raise ValueError(f"{cls.__name__}.phases={cls.phases!r}: must have 'sparse' and 'dense' among them")
-    settings: Any = cls.Settings
+    settings = cls.Settings
     parameters = vars(settings).get("__dataclass_params__")  # of this class, not inherited
     if not issubclass(settings, MethodSettings) or parameters is None or not parameters.frozen:
         way = "derive it from MethodSettings, below @dataclass(frozen=True, kw_only=True)"
@@ -70,7 +70,7 @@ def _check_class(cls: type[SparseMethod]) -> None:
             raise ValueError(f"{cls.__name__}.Settings.{found.name}: a config has a field of that name already")
 
 
-def method_class(name: Any) -> type[SparseMethod]:
+def method_class(name: object) -> type[SparseMethod]:
     """The method registered by `name`; ValueError if there is none."""
     if not isinstance(name, str) or name not in METHODS:
         way = "import the module that registers your own method (commands: --import MODULE)"

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..facts import FACTS
 from ..tables import shown
@@ -31,7 +31,7 @@ GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
 LENGTH = "an int counts optimizer steps, a float below 1 is a fraction of training"  # for settings with `is_length`
 
 
-def setting(default: Any, check: Check, text: str) -> Any:
+def setting(default: object, check: Check, text: str) -> Any:
     """A field of a `Settings` class.
 
     Args:
@@ -43,14 +43,14 @@ def setting(default: Any, check: Check, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"check": check, "text": text})
 
 
-def with_default(group: "type[MethodSettings]", name: str, default: Any, source: str) -> Any:
+def with_default(group: "type[MethodSettings]", name: str, default: object, source: str) -> Any:
     """The field `name` of a group such as `GemmSettings`, for a method with another default, whose source is said."""
     (field,) = (field for field in dataclasses.fields(group) if field.name == name)
     return setting(default, field.metadata["check"], f"{field.metadata['text']}; the default is that of {source}")
 
 
-def one_of(*allowed: Any) -> Check:
-    def check(value: Any) -> str | None:
+def one_of(*allowed: object) -> Check:
+    def check(value: object) -> str | None:
         # `type` too: 0 == False, and an unhashable value equals nothing.
         known = any(type(value) is type(choice) and value == choice for choice in allowed)
         return None if known else f"must be one of {list(allowed)}"
@@ -58,16 +58,16 @@ def one_of(*allowed: Any) -> Check:
     return check
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_non_negative(value: Any) -> str | None:
+def is_non_negative(value: object) -> str | None:
     # Not `< inf`: an int may be larger than any float.
     return None if is_number(value) and 0 <= value <= sys.float_info.max else "must be a finite number >= 0"
 
 
-def is_length(value: Any) -> str | None:
+def is_length(value: object) -> str | None:
     """A length of training, as Transformers writes them: an int is optimizer steps, a float below 1 a fraction."""
     steps = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize
     fraction = isinstance(value, float) and 0 <= value < 1
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
     return float.__float__(value) if isinstance(value, float) else value
 
 
-def _hint(value: Any) -> str:
+def _hint(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value, re.IGNORECASE):
         return "; this is a string, not a number (in YAML 1e-4 is a string, 1.0e-4 a number)"
     return ""

@@ -58,7 +58,7 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, o
     state = [tensor for weight in weights.values() for tensor in weight.state.values()]
     hashes = [_hash(tensor) for tensor in state if not is_sharded(tensor) and not tensor.is_meta]  # what each has whole
     facts = settings | {"the sparse weights": _digest(list(weights)), "masks and scales": _digest(hashes)}
-    of_all: list[Any] = [None] * dist.get_world_size()
+    of_all: list[dict[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_all, facts)
     first = of_all[0]
     for number, found in enumerate(of_all):

@@ -143,7 +143,7 @@ class TorchOptimizer:
         return sum(hasattr(step, "hooked") for step in steps) > 1
 
 
-def _unscale(optimizer: Any) -> bool:
+def _unscale(optimizer: torch.optim.Optimizer) -> bool:
     """Unscale the gradients where a GradScaler leaves that to the optimizer, as to torch's fused ones. False where the
     optimizer is going to skip the step, because gradients have overflowed."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
@@ -154,5 +154,5 @@ def _unscale(optimizer: Any) -> bool:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.div_(scale)
-        optimizer.grad_scale = None
+        vars(optimizer)["grad_scale"] = None
     return True

@@ -67,11 +67,11 @@ class Teacher:
         before: list[Tensor] = []
         behind: list[Tensor] = []
 
-        def keep(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             before.append(args[0])
             return (args[0][:, :1], *args[1:]) if args[0].dim() == 3 else None
 
-        def see(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        def see(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             behind.append(output)
 
         with head.register_forward_pre_hook(keep), head.register_forward_hook(see):

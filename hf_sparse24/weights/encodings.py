@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from sparse24_kernels.gemm import GemmBackend
@@ -39,7 +39,7 @@ class _Kept(NamedTuple):
     which the encodings are known to be valid; None where only the samples can say.
     """
 
-    version: tuple[Any, ...] = ()
+    version: tuple[object, ...] = ()
     samples: Sequence["Sample"] = ()
     step: object | None = None
     tensors: Mapping[Wanted, Tensor] = {}

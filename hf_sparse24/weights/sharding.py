@@ -20,7 +20,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Whether `tensor` is a DTensor."""
     return dist.is_available() and isinstance(tensor, DTensor)
 

@@ -50,7 +50,7 @@ class SparseWeight:
     """
 
     def __init__(self, storage: Storage, run: Any, pattern: Pattern | None = None):
-        self.storage: Any = storage
+        self.storage = storage
         self.module, self.name, self.input_dim = storage.module, storage.name, storage.input_dim
         self.run = run
         self.pattern: Pattern = pattern or (Pattern(2, 4) if run is None else run.method.pattern)

@@ -52,9 +52,11 @@ class Storage:
         input_dim: which of its dimensions is the input dimension, -1 or -2. Groups of M run along it.
         layer: see `WeightView`.
         gathered_from: with FSDP2, the DTensor that optimizers update, once a pass has gathered it. None otherwise.
+        pattern: that its packed form has, if it is stored packed.
         is_split: whether tensor parallelism lets this process compute with its part of the weight alone.
     """
 
+    pattern: Pattern = Pattern(2, 4)
     has_zeros: ClassVar[bool] = False
     """Whether dropped entries are stored too, so that a method can choose other ones."""
 
@@ -66,6 +68,16 @@ class Storage:
     @property
     def master(self) -> Tensor:
         """The tensor that optimizers update, or would update."""
+        raise NotImplementedError
+
+    @property
+    def parameter(self) -> Tensor:
+        """The dense master weight as the module has it now; only of a `DenseMaster`."""
+        raise NotImplementedError
+
+    @property
+    def packed(self) -> Packed:
+        """The values without the zeros, with their mask and scales; only of a `PackedFrozen`."""
         raise NotImplementedError
 
     @property
@@ -145,11 +157,8 @@ class PackedFrozen(Storage):
     """The weight without its zeros, in buffers: for inference, and under adapters.
 
     Attributes:
-        pattern: that its packed form has.
         names: what its values, mask and scales are called in the module.
     """
-
-    pattern: Pattern = Pattern(2, 4)
 
     def __init__(self, module: nn.Module, name: str, input_dim: int, layer: str = ""):
         super().__init__(module, name, input_dim, layer)
