@@ -11,7 +11,7 @@ MARKER = "saved_by_hf_sparse24"
 """The name of a tensor in the files of a training checkpoint, which a dense model does not keep when it loads them."""
 
 
-def check_phase(phase: Any, phases: Collection[str]) -> None:
+def check_phase(phase: object, phases: Collection[str]) -> None:
     """Raise ValueError unless `phase` is one of a method's `phases`."""
     if phase not in phases:
         raise ValueError(f"phase={phase!r}: must be one of {list(phases)}")
@@ -33,10 +33,10 @@ class RunFacts:
     phase: str = "sparse"
     finished: bool = False
     packed: PackedFormat | None = None
-    pruning: dict[str, Any] | None = None
+    pruning: dict[str, object] | None = None
     marked: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The facts as `config.json` has them: the phase, and what differs from a run that begins."""
         packed, pruning = self.packed and self.packed.to_dict(), copy.deepcopy(self.pruning)
         learned = {"finished": self.finished, "marked": self.marked, "packed": packed, "pruning": pruning}

@@ -7,7 +7,7 @@ A packed weight is two tensors of its module in the place of the Parameter `weig
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sparse24_kernels import Pattern
 
@@ -36,7 +36,7 @@ class PackedFormat:
     """The version of the format, in files too."""
 
     @classmethod
-    def from_dict(cls, values: Any) -> "PackedFormat":
+    def from_dict(cls, values: object) -> "PackedFormat":
         """Read what `to_dict` wrote. ValueError: with the key, its value and what is allowed."""
         if not isinstance(values, dict):
             raise ValueError(f"packed={values!r}: must be a dict")
@@ -56,7 +56,7 @@ class PackedFormat:
             raise ValueError(f"packed.weights: {error}") from error
         return cls(patterns, stored, export)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The entry `packed` of `config.json`."""
         weights = {name: str(pattern) for name, pattern in self.weights.items()}
         named = {} if self.export is None else {"export": self.export}

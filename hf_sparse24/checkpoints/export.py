@@ -7,9 +7,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -99,10 +99,10 @@ def export_model(
     if _is_sharded(model) and extensions.adapters.inside(model):
         raise ValueError("the model is sharded, and has adapters: export them on their base in one process")
     with extensions.adapters.merged(model) as plain:
-        _export(plain, Path(directory), format, max_shard_size, values)
+        _export(cast(PreTrainedModel, plain), Path(directory), format, max_shard_size, values)
 
 
-def _export(model: Any, directory: Path, format: str, max_shard_size: int | str, values: str) -> None:
+def _export(model: PreTrainedModel, directory: Path, format: str, max_shard_size: int | str, values: str) -> None:
     weights = sparse_weights(model, TRAINED, every_name=True)
     wrong = wrong_states(sparse_weights(model))
     if wrong:
@@ -163,8 +163,8 @@ def _write(model: PreTrainedModel, new: Path, files: Files, format: str, values:
     saved = saved if saved.facts.packed is None else packed_config(saved, None)
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
     packed = dict(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
-    fields: dict[str, Any] = model.config.__dict__
-    hidden: dict[str, Any] = {
+    fields: dict[str, object] = model.config.__dict__
+    hidden: dict[str, object] = {
         name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
     }
     try:
@@ -217,7 +217,7 @@ def _computed(group: list[LazyTensors], sparse: SparseGroups, progress: Progress
         progress.update()
 
 
-def make_fingerprint(settings: dict[str, Any], files: Files, weights: Iterable[tuple[str, Tensor]]) -> str:
+def make_fingerprint(settings: Mapping[str, object], files: Files, weights: Iterable[tuple[str, Tensor]]) -> str:
     """A hash of a sample of the weights, the settings, and what lies where: the same in all files of one export."""
     layout = {file: [list(lazy.like) for lazy in group] for file, group in files.items()}
     digest = hashlib.sha256(repr((settings, layout)).encode())

@@ -7,7 +7,6 @@ header of every file names too: loading compares these. `hf-sparse24 verify` com
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sparse24_kernels import Pattern
 from torch import Tensor
@@ -21,13 +20,13 @@ SparseGroups = dict[str, tuple[int, Pattern]]
 
 
 def write_manifest(
-    directory: Path, format: str, sparse: SparseGroups, files: Mapping[str, str], config: dict[str, Any]
+    directory: Path, format: str, sparse: SparseGroups, files: Mapping[str, str], config: Mapping[str, object]
 ) -> None:
     """Write `sparse24.json`: the groups of the sparse weights that are stored dense, the sha256 of each file by its
     name, and the `Sparse24Config` of the exported model as a dict."""
     weights = {name: dim for name, (dim, _) in sparse.items()}
     patterns = {name: str(pattern) for name, (_, pattern) in sparse.items() if str(pattern) != config["pattern"]}
-    manifest: dict[str, Any] = {"format": format, "weights": weights, "files": files, "config": config}
+    manifest: dict[str, object] = {"format": format, "weights": weights, "files": files, "config": config}
     manifest |= {"patterns": patterns} if patterns else {}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 

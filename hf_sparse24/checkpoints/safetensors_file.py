@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,7 +57,7 @@ def write_safetensors(
     return digest.hexdigest()
 
 
-def open_safetensors(path: str | os.PathLike) -> Any:
+def open_safetensors(path: str | os.PathLike) -> safe_open:
     """The open file, as `safe_open` gives it. OSError: it is damaged; safetensors does not say which shard is."""
     try:
         return safe_open(path, "pt")

@@ -59,7 +59,7 @@ def make_model_card(
     results: Mapping[str, float] | None = None,
     dense_control: Control | None = None,
     control_name: str = "dense control",
-    hyperparameters: Mapping[str, Any] | None = None,
+    hyperparameters: Mapping[str, object] | None = None,
     plot: str | None = None,
     existing: ModelCard | None = None,
     **metadata: Any,
@@ -243,7 +243,7 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float], control_name
     return f"## Results\n\n{markdown_table(columns, rows)}" if rows else ""
 
 
-def _training(run: SparseRun, hyperparameters: Mapping[str, Any] | None, plot: str | None, format: Format) -> str:
+def _training(run: SparseRun, hyperparameters: Mapping[str, object] | None, plot: str | None, format: Format) -> str:
     config, pruning = run.config, run.facts.pruning
     about = sys.modules[method_class(config.method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
     title = about.strip().partition("\n")[0]
