@@ -34,6 +34,7 @@ NOTES = """## How it was measured
 - Rows in Transformers take compiled steps and a static cache. `dense int8` has `torch._weight_int8pack_mm` in the
   blocks. llama.cpp is built for this CPU; rows of 576 weights do not fit K-quants, and it takes other formats there.
 - `W8A8 2:4` of OpenVINO is the 2:4 model with int8 activations; `sparse` adds `CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE`.
+  The command measures no OpenVINO any more: these rows are of the date below.
 - Each row took turns with `dense bf16`: {new} new tokens of one sequence after {prompt}. Brackets are the 10 % and 90 %
   quantiles of the turns. KL is the mean over four held-out corpora of {documents} rows of 512 tokens, in nats per
   token. Perplexity is over that of `dense bf16`.

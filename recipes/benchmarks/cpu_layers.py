@@ -1,4 +1,4 @@
-"""Packed linear layers on a CPU, torch's `F.linear`, a dense kernel of ours (dense.cpp) and a read of memory.
+"""Packed linear layers on a CPU, torch's `F.linear`, and a dense kernel of ours (dense.cpp).
 
 Every way has its own copies of the weights, a gigabyte and more, and goes round them, so that no call finds its weight
 in a cache. Ways take turns, and ratios are taken within a turn.
@@ -29,7 +29,7 @@ from .builds import DTYPES
 from .machines import Cpu, compiler
 from .sections import Row, Run, Section
 from .shapes import MODELS
-from .timing import Cycle, middle, over, spread, take_turns, threads
+from .timing import Cycle, over, spread, take_turns, threads
 
 SHAPES = [MODELS["Llama 8B"].attention()["query"], MODELS["Llama 1B"].mlp()["MLP down"]]
 SHAPES += [MODELS["SmolLM2-135M"].mlp()["MLP down"], MODELS["Llama 8B"].mlp()["MLP up"]]
@@ -76,13 +76,6 @@ def own_dense(x: Tensor, at_a_time: int, weight: Tensor) -> Tensor:
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, y))
     function(*pointers, *map(ctypes.c_int64, (tokens, rows, k, at_a_time)), run)
     return y
-
-
-def read(memory: Tensor, streams: int) -> None:
-    """Read memory, in so many places in turn."""
-    library, run = native()
-    size = memory.nbytes
-    library.read_memory(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(size), ctypes.c_int64(streams), run)
 
 
 @dataclass(frozen=True)
@@ -171,18 +164,7 @@ class Layers(Section):
         ways = {"torch": partial(round_copies, "dense", partial(linear, x))}
         if entry.tokens <= DENSE_TOKENS:
             ways["dense"] = lambda: fastest([round_copies("dense", partial(own_dense, x, rows)) for rows in (1, 4)])
-        ways |= {form: partial(round_copies, form, partial(packed_layer, x)) for form in PACKED}
-        return ways | ({"read": partial(self.read, weights)} if entry.tokens == 1 else {})
-
-    def read(self, weights: dict[str, list[Weight]]) -> Cycle:
-        """Reading as many bytes as a packed weight has, at the speed of reading many more at a time."""
-        (first, *_) = weights["dense"]
-        assert isinstance(first, Tensor)
-        memory = first.new_empty(0).set_(first.untyped_storage()).view(torch.uint8)  # of all copies
-        pieces = memory.unfold(0, *[min(len(memory), 1 << 26)] * 2)
-        scale = size(weights["packed"][0]) / pieces.shape[1]
-        found = [Cycle([partial(read, x, n) for x in pieces], self.seconds, scale) for n in (1, 2, 4, 8, 16, 32)]
-        return fastest(found)
+        return ways | {form: partial(round_copies, form, partial(packed_layer, x)) for form in PACKED}
 
     def measure(self, run: Run, entry: Layer) -> Row:
         with threads(entry.threads):
@@ -197,15 +179,9 @@ class Layers(Section):
         times |= {way: spread(samples) for way, samples in seconds.items()}
         best = min(("torch", "dense"), key=lambda way: times.get(way, {}).get("us", float("inf")))
         facts: Row = {"turns": number, "best dense": best}
-        sizes = {form: size(copies[0]) for form, copies in self.weights(entry).items()}
         for way in found.keys() & NEVER_SLOWER.keys():
             for name, base in (("best dense", best), ("torch", "torch")):
                 facts[f"{way} over {name}"] = over(seconds[base], seconds[way])
-            if "read" in found:
-                share = sizes[way] / sizes["packed"]
-                facts[f"{way}, share of bandwidth"] = over(seconds["read"], seconds[way], share)
-        if "read" in found:
-            facts["read, GB/s"] = middle(sizes["packed"] / x / 1e9 for x in seconds["read"])
         problem = linear_problem(entry.tokens, entry.out, entry.inputs, DTYPES[entry.dtype])
         facts["plan"] = plan_packed(problem, Cpu.device).reason
         return {"times": {best: times[best]} | times, "facts": dict(sorted(facts.items()))}

@@ -1,6 +1,6 @@
 // What packed layers are compared with on a CPU: dense linear layers for few tokens, written as well as the packed ones
-// (AVX-512, 1 or 4 rows by up to 4 tokens at a time, prefetch), and a loop that only reads memory. Run on torch's
-// threads. Which number of rows is faster depends on the CPU: 1 on an AMD EPYC, 4 on a Xeon.
+// (AVX-512, 1 or 4 rows by up to 4 tokens at a time, prefetch). Run on torch's threads. Which number of rows is faster
+// depends on the CPU: 1 on an AMD EPYC, 4 on a Xeon.
 #include <immintrin.h>
 
 #include <cstdint>
@@ -97,25 +97,6 @@ int linear(const void* x, const void* weight, void* y, int64_t tokens, int64_t r
   return run(0, rows_ / R, 32 / R, task, &problem);
 }
 
-struct Memory {
-  const char* data;
-  int64_t lines, streams;  // as many places as are read in turn, each line after line
-};
-
-void read_lines(int64_t begin, int64_t end, void* context) {
-  const auto& memory = *static_cast<Memory*>(context);
-  const int64_t each = (end - begin) / memory.streams;
-  __m512i sum = _mm512_setzero_si512();
-  for (int64_t i = 0; i < each; i++)
-    for (int64_t s = 0; s < memory.streams; s++) {
-      const char* at = memory.data + 64 * (begin + s * each + i);
-      _mm_prefetch(at + PREFETCH, _MM_HINT_T0);
-      sum = _mm512_xor_si512(sum, _mm512_loadu_si512(at));
-    }
-  volatile int64_t sink = _mm512_reduce_add_epi64(sum);  // so that the compiler keeps the reads
-  (void)sink;
-}
-
 }  // namespace
 
 // `[tokens, k]` times `[rows, k]` -> `[tokens, rows]`, `at_a_time` rows, 1 or 4; rows a multiple of 4, k of 64.
@@ -127,9 +108,4 @@ extern "C" int linear_bf16(const void* x, const void* w, void* y, int64_t tokens
 extern "C" int linear_fp32(const void* x, const void* w, void* y, int64_t tokens, int64_t rows, int64_t k,
                            int64_t at_a_time, ParallelFor f) {
   return (at_a_time == 1 ? linear<Fp32, 1> : linear<Fp32, 4>)(x, w, y, tokens, rows, k, f);
-}
-
-extern "C" int read_memory(const void* data, int64_t bytes, int64_t streams, ParallelFor run) {
-  Memory memory{static_cast<const char*>(data), bytes / 64, streams};
-  return run(0, memory.lines, 1024, read_lines, &memory);
 }

@@ -1,17 +1,15 @@
 """Engines of the frontier, each in a process of the Python that has it: decoding speed, and logits of given tokens.
 
     PYTHON -m recipes.benchmarks.engines ENGINE PATH          # answers requests, see variants.py
-    PYTHON -m recipes.benchmarks.engines make KIND FROM TO    # makes the file of another engine
+    PYTHON -m recipes.benchmarks.engines make KIND FROM TO    # makes a quantized file of llama.cpp
 
-It imports little: peer engines have environments without torch or hf_sparse24.
+It imports little: llama.cpp has an environment without torch or hf_sparse24.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,62 +110,17 @@ def load_llama_cpp(file: str) -> Loaded:
     return answers(feed, model.n_vocab()), {"bytes": llama_cpp.llama_model_size(model.model), "system": system}
 
 
-def load_openvino(file: str) -> Loaded:
-    import openvino
-
-    name, _, rate = file.partition(":")
-    settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
-    settings |= {"CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE": float(rate)} if rate else {}
-    held: dict[int, Any] = {}
-
-    def feed(ids: list[int], past: int, threads: int) -> np.ndarray:
-        if threads not in held:
-            held.clear()
-            compiled = openvino.Core().compile_model(name, "CPU", settings | {"INFERENCE_NUM_THREADS": threads})
-            held[threads] = compiled.create_infer_request()
-        if past == 0:
-            held[threads].reset_state()
-        held[threads].infer(openvino_inputs(ids, past))
-        return held[threads].get_tensor("logits").data[0]
-
-    vocabulary = json.loads(Path(name).with_name("config.json").read_text())["vocab_size"]
-    size = Path(name).with_suffix(".bin").stat().st_size
-    return answers(feed, vocabulary), {"bytes": size, "system": f"OpenVINO {openvino.__version__}"}
-
-
-def openvino_inputs(ids: list[int], past: int) -> dict[str, np.ndarray]:
-    places = np.arange(past + len(ids))
-    inputs = {"input_ids": np.array([ids]), "position_ids": places[None, past:], "beam_idx": np.zeros(1, np.int32)}
-    return inputs | {"attention_mask": np.ones_like(places)[None]}
-
-
 def make(kind: str, source: str, target: str) -> None:
-    """Make the file of a peer engine: a quantized GGUF file of an F16 one, or a model of OpenVINO of a dense one."""
-    if source.endswith(".gguf"):
-        import llama_cpp
+    """Make a quantized GGUF file of an F16 one."""
+    import llama_cpp
 
-        settings = llama_cpp.llama_model_quantize_default_params()
-        settings.ftype, settings.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
-        if llama_cpp.llama_model_quantize(source.encode(), target.encode(), settings):
-            raise RuntimeError(f"{source}: llama.cpp could not make {kind} of it")
-        return
-    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
-
-    if kind != "W8A8":
-        bits = OVWeightQuantizationConfig(int(kind.removeprefix("INT")), group_size=64 if kind == "INT4" else -1)
-        OVModelForCausalLM.from_pretrained(source, export=True, quantization_config=bits).save_pretrained(target)
-        return
-    import nncf
-
-    model = OVModelForCausalLM.from_pretrained(source, export=True, load_in_8bit=False)
-    rows = json.loads(Path(target).with_name("calibration.json").read_text())
-    reset = {nncf.definitions.NNCF_DATASET_RESET_STATE_KEY: True}
-    data = nncf.Dataset([openvino_inputs(row, 0) | reset for row in rows])
-    model.model = nncf.quantize(model.model, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(rows))
-    model.save_pretrained(target)
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    if llama_cpp.llama_model_quantize(source.encode(), target.encode(), settings):
+        raise RuntimeError(f"{source}: llama.cpp could not make {kind} of it")
 
 
-ENGINES = {"transformers": load_transformers, "llama.cpp": load_llama_cpp, "OpenVINO": load_openvino}
+ENGINES = {"transformers": load_transformers, "llama.cpp": load_llama_cpp}
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":

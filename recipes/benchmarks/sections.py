@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from sparse24_kernels.gemm import GemmProblem, autotune, cusparselt
 
 from .machines import answer
-from .timing import Call, Maker, OutOfTime, Sampler, describe, over, spread, take_turns, time_limit
+from .timing import Call, Maker, Sampler, describe, over, spread, take_turns
 from .variants import ROOT
 
 NOT_RUN = "not run: out of time"
@@ -32,20 +31,12 @@ NEEDED = 20.0  # seconds without which an entry is not begun
 Row = dict[str, Any]
 
 
-def about(command: str, facts: Mapping[str, Any], *packages: str) -> Row:
-    """The beginning of a result: command, date, and as environment the facts of a machine and the versions."""
+def about(command: str, facts: Mapping[str, Any]) -> Row:
+    """The beginning of a result: command, date, and as environment the facts of a machine and versions."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    versions = {"torch": torch.__version__} | {package: version_of(package) for package in packages}
     commit = answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
-    versions |= {"python": platform.python_version(), "commit": str(commit)}
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": str(commit)}
     return {"command": command, "date": now, "environment": {**facts, **versions}}
-
-
-def version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def write(path: Path, result: Row) -> None:
@@ -67,9 +58,9 @@ class Run:
         day = re.sub(r"\W", "", self.result["date"])[:14].replace("T", "_")
         self.path: Path = options.output / (file or f"gpu_{device}_{day}.json")
 
-    def left(self, reserve: float = 0.0) -> float:
-        """Seconds left, without `reserve` for what must still come."""
-        return self.end - time.monotonic() - reserve
+    def left(self) -> float:
+        """Seconds left."""
+        return self.end - time.monotonic()
 
     def note(self, error: BaseException, where: str) -> str:
         """An error as one line for the result; its traceback goes into a log next to it."""
@@ -91,26 +82,13 @@ class Run:
     def compare(
         self,
         makers: Mapping[str, Maker],
-        limit: float = 40,
         prepare: Callable[[Sequence[Call]], Sampler] | None = None,
-        samples: int = 9,
     ) -> Row:
         """The row of several ways to do the same work: the time or the error of each, and its ratio to the first."""
         prepare = prepare or self.machine.prepare
         times: dict[str, Row] = {}
-        samplers: dict[str, Sampler] = {}
-        try:
-            with time_limit(min(limit, self.left(reserve=5))):
-                for name, make in makers.items():
-                    samplers |= self.made({name: lambda make=make: prepare(make())}, "compare", times)
-        except OutOfTime as error:  # a torch.compile, say, and the last one
-            times |= {name: {"error": self.note(error, name)} for name in makers if name not in samplers | times}
-        try:
-            with time_limit(20):
-                found = take_turns(samplers, samples)
-        except (Exception, OutOfTime) as error:
-            times |= {name: {"error": self.note(error, "sampling")} for name in samplers}
-            return {"times": {name: times[name] for name in makers}, "facts": {}}
+        prepared = {name: lambda make=make: prepare(make()) for name, make in makers.items()}
+        found = take_turns(self.made(prepared, "compare", times), 9)
         times |= {name: spread(seconds) for name, seconds in found.items()}
         base = next(iter(makers))
         ratios = {f"{name} over {base}": over(found[base], found[name]) for name in found if name != base in found}
@@ -150,7 +128,7 @@ class Section:
                 try:
                     tune(run, self.problems(entry))
                     rows[str(entry)] = self.measure(run, entry) | {"goals": self.goals(entry)}
-                except (Exception, OutOfTime) as error:  # no memory for the operands, say
+                except Exception as error:  # no memory for the operands, say
                     rows[str(entry)] = {"error": run.note(error, f"{self.name}: {entry}")}
                 run.machine.forget()
             write(run.path, run.result)
@@ -163,8 +141,7 @@ def tune(run: Run, problems: list[GemmProblem]) -> None:
     possible = [p for p in problems if cusparselt.unsupported_matrix(p.m, p.k, p.dtype) is None]
     todo = [problem for problem in possible if not autotune.choose(problem, device).measured]
     if todo:
-        with time_limit(run.left(reserve=10)):
-            autotune.tune(todo, device)
+        autotune.tune(todo, device)
 
 
 def line(entry: str, row: Row) -> str:

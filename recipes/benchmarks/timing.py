@@ -4,7 +4,6 @@ A sampler takes one sample, in seconds per call. `take_turns` asks each for one 
 the machine, or a change of clocks, meets all of them; `over` gives the ratios of two, turn by turn.
 """
 
-import signal
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,9 +53,9 @@ def clocked(call: Call) -> Sampler:
 class Cycle:
     """A sampler of calls that follow each other, several a sample: each finds its weight out of the cache."""
 
-    def __init__(self, calls: list[Call], seconds: float, scale: float = 1):
-        """A sample takes about so many seconds; its time per call is multiplied by `scale`."""
-        self.calls, self.scale = cycle(calls), scale
+    def __init__(self, calls: list[Call], seconds: float):
+        """A sample takes about so many seconds."""
+        self.calls = cycle(calls)
         for _ in range(2):  # the first is a warm-up
             self.once = clocked(next(self.calls))()
         self.count = max(1, min(len(calls), round(seconds / self.once)))
@@ -65,12 +64,12 @@ class Cycle:
         start = time.perf_counter()
         for _ in range(self.count):
             next(self.calls)()
-        return (time.perf_counter() - start) / self.count * self.scale
+        return (time.perf_counter() - start) / self.count
 
 
-def over(base: Sequence[float], own: Sequence[float], scale: float = 1) -> list[float]:
+def over(base: Sequence[float], own: Sequence[float]) -> list[float]:
     """How many times as fast as the base a way was within a turn, as `middle` gives it."""
-    return middle(scale * other / mine for other, mine in zip(base, own, strict=True))
+    return middle(other / mine for other, mine in zip(base, own, strict=True))
 
 
 def middle(values: Iterable[float]) -> list[float]:
@@ -94,26 +93,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class OutOfTime(BaseException):
-    """Raised by `time_limit`; not an Exception, so that no code in between catches it."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block after so many seconds (main thread only; between two Python instructions)."""
-
-    def stop(*_: object) -> None:
-        raise OutOfTime(f"not done after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def describe(error: BaseException) -> str:

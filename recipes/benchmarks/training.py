@@ -58,7 +58,7 @@ class Steps(Section):
             return [step]
 
         makers = {method: partial(make, method) for method in ("dense", "t-sr-ste", "s-ste")}
-        row = run.compare(makers, 180 if entry.compiled else 75, run.machine.eager)
+        row = run.compare(makers, run.machine.eager)
         if device.type == "cuda":
             row["facts"]["peak GB, all together"] = torch.cuda.max_memory_allocated() / 1e9
         return row

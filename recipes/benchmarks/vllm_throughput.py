@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def main() -> None:
     variants = {way: Variant(NAME, str(export(SMOLLM2, "bf16", way, folder)), mode) for way in FORMATS}
     facts = {"threads": os.environ.get("OMP_NUM_THREADS"), "mode": mode, "turns": options.turns}
     command = shlex.join(["python", "recipes/benchmarks/vllm_throughput.py", *sys.argv[1:]])
-    result = about(command, Cpu().facts, *PACKAGES)
+    result = about(command, Cpu().facts | {package: version(package) for package in PACKAGES})
     result |= {"model": f"SmolLM2-135M, bf16, all linear layers 2:4; prompts of {PROMPT} tokens, {NEW} new", **facts}
     result |= {"engines": {way: variant.loaded for way, variant in variants.items()}, "rows": []}
 

@@ -40,7 +40,9 @@ def test_a_row_is_measured_once(run, tmp_path):
     assert list(rows) == ["dense bf16", "dense int8", "16:32 int8"]  # by bytes
     assert max(frontier_page.kl(rows["dense bf16"]), frontier_page.kl(rows["dense int8"])) < 0.002
     assert frontier_page.kl(rows["16:32 int8"]) > frontier_page.kl(rows["dense int8"])
-    assert all(rows["dense int8"]["speed"][threads]["turns"] == 2 for threads in "12")
+    for speed in rows["dense int8"]["speed"].values():
+        assert speed["turns"] == 2 and speed["first token over dense bf16"][1] > 0
+    assert rows["dense int8"]["environment"]["cpu"] and rows["dense int8"]["peak GB"] > 0
     path = tmp_path / "tiny-Llama-16-32-int8.json"
     before = path.read_text()
     run("--only", "16:32 int8")
@@ -64,4 +66,5 @@ def test_a_front_has_what_no_other_beats():
 
 def test_the_committed_page():
     assert (ROOT / "docs/measured/frontier.md").read_text() == frontier_page.page(COMMITTED)
-    assert {json.loads(path.read_text())["row"] for path in COMMITTED.glob("*.json")} <= set(frontier.ROWS)
+    rows = {json.loads(path.read_text())["row"] for path in COMMITTED.glob("*.json")}
+    assert {row for row in rows if not row.startswith("OpenVINO")} <= set(frontier.ROWS)
