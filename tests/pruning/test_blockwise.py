@@ -345,7 +345,7 @@ X = [{"x": correlated(32, 16, seed=seed).float()} for seed in range(3)]
 def test_other_blocks_between_two_calls_of_one_block():
     model = Model((0, 1, 0))
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"reconstruct='block' cannot train layers.*take reconstruct='layer'"):
+    with pytest.raises(ValueError, match=r"cannot train layers.*reconstruct='layer'"):
         oneshot(model, X, fixed_mask())
     assert_untouched(model, before)
     oneshot(model, X, fixed_mask(), reconstruct="layer")  # as the message says
@@ -392,7 +392,7 @@ def test_a_block_that_writes_into_its_input_is_refused():
     model = Model((0, 1))
     model.layers[1] = Writing()
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"layers.1 writes into its inputs.*take reconstruct='layer'"):
+    with pytest.raises(ValueError, match=r"layers.1 .*reconstruct='layer'"):
         oneshot(model, X, fixed_mask())
     assert_untouched(model, before)
     oneshot(model, X, fixed_mask(), reconstruct="layer")
@@ -402,7 +402,7 @@ def test_a_block_that_writes_into_its_input_is_refused():
 def test_adapters_are_refused():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["up_proj"]))
-    with pytest.raises(ValueError, match="the model has adapters: prune the base"):
+    with pytest.raises(ValueError, match="adapters"):
         oneshot(model, batches(), fixed_mask())
     oneshot(model.merge_and_unload(), batches(1), fixed_mask(), passes=1)
 
@@ -414,7 +414,7 @@ def test_a_batch_whose_padding_cannot_be_told_apart_is_refused():
     mask = torch.ones_like(ids)
     mask[:, -2:] = 0
     one = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
-    with pytest.raises(ValueError, match="batch 0 of data: encoder and decoder have one length and other padding"):
+    with pytest.raises(ValueError, match=r"batch 0 of data: .*padding"):
         oneshot(model, [one], fixed_mask())
     for given in ({"decoder_input_ids": ids[:, :-1]}, {"decoder_attention_mask": mask}):
         oneshot(copy.deepcopy(model), [one | given], fixed_mask(), passes=1)

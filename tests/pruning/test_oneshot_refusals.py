@@ -72,7 +72,7 @@ def test_a_wrapper_that_is_called_otherwise_is_refused_and_the_model_inside_is_p
     transformer.auto_model = zoo.build("bert")
     model = SentenceTransformer(transformer)
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"SentenceTransformer is not called with \['input_ids'\]"):
+    with pytest.raises(ValueError, match=r"SentenceTransformer .*input_ids"):
         oneshot(model, batches(1), fixed_mask())
     assert_untouched(model, before)
     oneshot(model[0].auto_model, batches(1), fixed_mask(), reconstruct=None)
@@ -83,7 +83,7 @@ def test_a_patched_model_is_refused_and_stays_patched():
     model = zoo.build("llama")
     oneshot(model, batches(1), fixed_mask(), reconstruct=None)
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"already patched; call unpatch_model\(model\) first"):
+    with pytest.raises(ValueError, match="unpatch_model"):
         oneshot(model, batches(1), fixed_mask())
     assert_same_state(model, before)
 

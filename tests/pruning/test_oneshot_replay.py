@@ -229,5 +229,5 @@ def test_kinds_of_batches_may_run_different_blocks():
 
 def test_batches_of_a_kind_must_run_the_same_blocks():
     data = [*x_batches(1), {"x": torch.randn(24, 16)}]
-    with pytest.raises(ValueError, match=r"blocks\.0 is number 1 of the blocks that run for one batch and not"):
+    with pytest.raises(ValueError, match=r"blocks\.0 is number 1 "):
         oneshot(DeeperForLongInputs(), data, CONFIG, reconstruct="layer")
