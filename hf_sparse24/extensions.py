@@ -1,7 +1,7 @@
 """The seam between the core and the outer ring: the questions that the core asks about adapters and the Hub.
 
 The core imports no file of the outer ring, no PEFT and no huggingface_hub. `hf_sparse24.peft` and `hf_sparse24.hub`
-register their answers when `hf_sparse24` is imported. Until then no module is an adapter, and nothing is shared.
+register their answers when `hf_sparse24` is imported. Until then adapters do nothing special, and nothing is shared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +12,20 @@ from typing import Any
 from torch import nn
 
 
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is an adapter: one that PEFT puts around a `base_layer`."""
+    return any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
+
+
+def adapters_in(model: nn.Module) -> list[Any]:
+    """The adapters in a model."""
+    return [module for module in model.modules() if is_adapter(module)]
+
+
 class Adapters:
-    """Answers where no adapters exist; `peft.PeftAdapters` has those for PEFT's.
+    """Answers where no adapters exist; `peft.PeftAdapters` has those for PEFT's."""
 
-    An adapter is a module that PEFT puts around a `base_layer`.
-    """
-
-    def is_adapter(self, module: nn.Module) -> bool:
-        """Whether a module is an adapter."""
-        return False
-
-    def inside(self, model: nn.Module) -> list[Any]:
-        """The adapters in a model."""
-        return [module for module in model.modules() if self.is_adapter(module)]
+    inside = staticmethod(adapters_in)
 
     def bypasses_layer(self, adapter: nn.Module) -> bool:
         """Whether an adapter reads the weight of its `base_layer`, or never calls that layer."""

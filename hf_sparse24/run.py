@@ -55,6 +55,11 @@ class SparseRun:
         return self.facts.phase
 
     @property
+    def wants_packed_masters(self) -> bool:
+        """Whether the config says `master="packed"`."""
+        return getattr(self.config, "master", "dense") == "packed"
+
+    @property
     def is_dense(self) -> bool:
         """Whether the model computes with its dense master weights."""
         return self.phase == DENSE_PHASE

@@ -4,20 +4,19 @@ Such a layer is a `PackedLinear` whose values train. Its mask never changes, so 
 between steps; its run, and the model's config, are those of a patched model.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from sparse24_kernels import apply_mask, pack_nm
-from torch import nn
 
 from ..config import SavedConfig, Sparse24Config
-from ..extensions import extensions
 from ..layers.packed import pack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat
 from ..run import SparseRun
 from ..weights.packed_weight import not_packable
-from ..weights.sparse_weight import first_of_each, sparse_weights
+from ..weights.sparse_weight import SparseWeight, first_of_each
 from ..weights.storage import layer_name
 from .ownership import list_masters
 
@@ -39,14 +38,11 @@ def packed_config(saved: SavedConfig, packed: PackedFormat | None) -> SavedConfi
     return SavedConfig(config, replace(saved.facts, packed=packed, finished=False))
 
 
-def check_masters(model: nn.Module, run: SparseRun) -> None:
-    """Raise ValueError where a config asks for packed masters and the patched model cannot have them."""
-    if not wants_packed_master(run.config):
-        return
-    weights = sparse_weights(model)
+def check_masters(weights: Mapping[str, SparseWeight], run: SparseRun, has_adapters: bool) -> None:
+    """Raise ValueError where these weights of a patched model cannot become packed masters."""
     if run.config.backend != "auto":
         raise ValueError(f"backend={run.config.backend!r}: master='packed' has dense math only; leave it 'auto'")
-    if extensions.adapters.inside(model):
+    if has_adapters:
         raise ValueError("master='packed': the model has adapters already; patch it first, then add them")
     first = first_of_each(weights)
     for name, weight in weights.items():
@@ -63,11 +59,9 @@ def check_masters(model: nn.Module, run: SparseRun) -> None:
 
 
 @torch.no_grad()
-def pack_masters(model: nn.Module, run: SparseRun) -> None:
-    """Let every sparse weight be its packed values alone, where the config asks for that."""
-    if not wants_packed_master(run.config):
-        return
-    for weight in sparse_weights(model).values():  # one after the other, so that only one is there twice
+def pack_masters(weights: Mapping[str, SparseWeight], run: SparseRun) -> None:
+    """Let every sparse weight be its packed values alone."""
+    for weight in weights.values():  # one after the other, so that only one is there twice
         out_in = weight.storage.out_in
         matrix, mask = out_in(weight.parameter.detach()), out_in(weight.mask())
         packed = pack_nm(apply_mask(matrix, mask), *weight.pattern, mask=mask)

@@ -5,7 +5,7 @@ runs whenever the whole passes through the library: in `patch_model`, a controll
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -16,17 +16,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..extensions import extensions
 from ..packed_format import PackedFormat
 from ..run import SparseRun
-from ..weights.sparse_weight import sparse_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED, TRAINED, layer_name, name_without_adapters
 
 
-def adopt(model: nn.Module) -> SparseRun | None:
+def adopt(model: nn.Module, weights: Mapping[str, SparseWeight] | None = None) -> SparseRun | None:
     """Let the Transformers models in `model` say in their configs that parts of them are sparse.
 
     Copies of layers that are within the model, such as those that PEFT's `modules_to_save` trains, join its run.
-    Returns the run of all sparse weights, None where there are none.
+    Returns the run of all sparse weights, None where there are none. `weights` are those, where they are known.
     """
-    weights = sparse_weights(model, TRAINED)
+    weights = sparse_weights(model, TRAINED) if weights is None else weights
     if not weights:
         return None
     first = next(iter(weights))

@@ -1,6 +1,6 @@
 """Models that cannot be patched or unpatched as they are, each refused by an error that says what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,8 +9,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..config import SavedConfig
 from ..metrics import all_finite
 from ..weights.sharding import local, total
-from ..weights.sparse_weight import sparse_weights
-from ..weights.storage import PACKED
+from ..weights.sparse_weight import SparseWeight
 from .ownership import is_dequantized
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
@@ -29,12 +28,12 @@ def check_module(model: Any) -> None:
         raise ValueError(f"model={model!r}: must be a torch.nn.Module, such as a model of Transformers; load it first")
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError where a model, patched or not, cannot be trained by a config."""
+def check_trainable(weights: Mapping[str, SparseWeight]) -> None:
+    """Raise ValueError where a model with these sparse weights, or none, cannot be trained by a config."""
     if is_deepspeed_zero3_enabled():
         way = "set zero_optimization.stage (accelerate's zero_stage) to 1 or 2, or use FSDP2"
         raise ValueError(f"DeepSpeed is set to ZeRO-3, which keeps weights as flat pieces: {way}")
-    if any(weight.run is not None for weight in sparse_weights(model, PACKED).values()):
+    if any(weight.run is not None and not weight.storage.has_zeros for weight in weights.values()):
         way = "leave out patch_model, and sparse24_config of a Sparse24Trainer; unpatch_model(model) makes it dense"
         raise ValueError(f"the model trains its kept values alone already (config.master): {way}")
 

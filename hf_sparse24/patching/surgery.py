@@ -13,10 +13,10 @@ from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
 from ..layers.sparse_module import choose_class, make_dense
-from ..run import SparseRun, sparse_run
+from ..run import SparseRun
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
-from ..weights.storage import TRAINED, layer_name, name_without_adapters
+from ..weights.storage import TRAINED, Storage, layer_name
 from .masters import check_masters, pack_masters
 from .ownership import adopt, check_not_offloaded, name_layers, write_config
 from .refusals import check_module, check_trainable, reject_non_finite, reject_quantized, reject_wrapped
@@ -57,23 +57,27 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     if not isinstance(config, Sparse24Config | None):
         raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
     check_module(model)
-    check_trainable(model)
-    run = sparse_run(model)
+    found = sparse_weights(model, Storage)
+    check_trainable(found)
+    run = next((weight.run for weight in found.values() if weight.run is not None), None)
     if run is not None:
         return _patch_again(model, run, config)
     reject_wrapped(model)
     reject_quantized(model)
-    extensions.adapters.check_unmerged(model)
+    has_adapters = bool(extensions.adapters.inside(model))
+    if has_adapters:
+        extensions.adapters.check_unmerged(model)
     run = SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
     is_pretrained = _loses_weights(candidates, run)
-    _make_sparse(model, run, candidates)
-    adopt(model)
+    weights = _make_sparse(model, run, candidates, has_adapters)
+    adopt(model, weights)
     if any(str(candidate.skipped).startswith("its adapter") for candidate in candidates):
         for owner in run.owners:  # without the adapters, target_modules would reach these layers too
             name_layers(owner, run)
     report = make_report(model, run, candidates, is_pretrained)
-    pack_masters(model, run)
+    if run.wants_packed_masters:
+        pack_masters(weights, run)
     return report
 
 
@@ -112,8 +116,10 @@ def _loses_weights(candidates: list[Candidate], run: SparseRun) -> bool:
     return bool(weight.count_nonzero() > weight.numel() * pattern.n / pattern.m)
 
 
-def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) -> None:
-    """Make what is not skipped sparse: all of it, or nothing."""
+def _make_sparse(
+    model: nn.Module, run: SparseRun, candidates: list[Candidate], has_adapters: bool
+) -> dict[str, SparseWeight]:
+    """Make what is not skipped sparse, and return it: all of it, or nothing."""
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
         named = [c for c in candidates if not str(c.skipped).startswith("not in target_modules")] or candidates
@@ -121,24 +127,30 @@ def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) 
         left = f"target_modules={run.config.target_modules!r} leaves no layer to make sparse ({'; '.join(reasons[:8])})"
         way = "A list of whole names, as model.named_modules() has them, reaches every layer that can be pruned"
         raise ValueError(f"nothing to patch: {left}. {way}")
-    reject_non_finite((target.name, target.weight) for target in targets)
-    names = {target.weight: target.name for target in reversed(targets)}  # those that share a weight share its masks
+    reject_non_finite([(target.name, target.weight) for target in targets])
+    names = {
+        target.weight: target.plain_name for target in reversed(targets)
+    }  # those that share a weight share its masks
     try:
         for target in targets:
             check_whole(target.name, target.weight)
-            name = name_without_adapters(names[target.weight])
+            name = names[target.weight]
             SparseWeight.attach(target.module, target.parameter, target.input_dim, run, target.pattern, name)
             choose_class(target.module, Sparse24Linear, Sparse24Conv1D, SparseExperts)
-        _reject_doubled_parameters(sparse_weights(model))
-        check_masters(model, run)
+        weights = sparse_weights(model)
+        _reject_doubled_parameters(weights)
+        if run.wants_packed_masters:
+            check_masters(weights, run, has_adapters)
         write_config(model, run)
-        extensions.adapters.attach(model)
+        if has_adapters:
+            extensions.adapters.attach(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
             make_dense(weight)
         for owner in list(run.owners):
             name_layers(owner, run)
         raise
+    return weights
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
-from ..extensions import extensions
+from ..extensions import extensions, is_adapter
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
 from ..weights.input_dim import find_input_dim
@@ -54,16 +54,14 @@ PLAIN = ("FalconLinear",)
 def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
     """Return why `method` cannot prune the weight at a `Place` with this path and parameter, None if it can."""
     (name, module), parent = path[-1], path[-2 if len(path) > 1 else -1][1]  # a model may be one layer
-    if any(
-        part != "base_layer" and extensions.adapters.is_adapter(around) for (_, around), (part, _) in pairwise(path)
-    ):
+    if any(part != "base_layer" and is_adapter(around) for (_, around), (part, _) in pairwise(path)):
         return "an adapter"
     if isinstance(module, SparseModule) and parameter in module.sparse24:
         return None
     weight = cast(Tensor, module._parameters[parameter])
     is_stack = weight.dim() == 3
     class_name, parent_name = type(module).__name__, type(parent).__name__
-    if extensions.adapters.is_adapter(parent) and (is_stack or extensions.adapters.bypasses_layer(parent)):
+    if is_adapter(parent) and (is_stack or extensions.adapters.bypasses_layer(parent)):
         return f"its adapter ({parent_name}) computes with its weight without calling it"
     is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or class_name in PLAIN
     if not is_stack and not is_plain:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..extensions import Adapters, extensions
 from .attaching import attach_adapters
-from .bypass import bypasses_layer, check_adapters, is_adapter
+from .bypass import bypasses_layer, check_adapters
 from .merging import check_unmerged, without_adapters
 from .tuners import record_late
 
@@ -22,7 +22,6 @@ from .tuners import record_late
 class PeftAdapters(Adapters):
     """The answers for PEFT's adapters."""
 
-    is_adapter = staticmethod(is_adapter)
     bypasses_layer = staticmethod(bypasses_layer)
     check = staticmethod(check_adapters)
     check_unmerged = staticmethod(check_unmerged)

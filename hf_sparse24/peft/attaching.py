@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..extensions import adapters_in, is_adapter
 from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer
-from .bypass import adapters_in, is_adapter
 from .masked import has_mask
 from .merging import Unmerged, merge, unmerge
 

@@ -6,25 +6,15 @@ and PEANuT compute their term from it, so that outputs change when the model is 
 mask instead, see `masked.py`.
 """
 
-from typing import Any
-
 from torch import nn
 
+from ..extensions import is_adapter
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
 
 BYPASSING = {"frod", "hira", "hra", "ln_tuning", "peanut", "shira", "supertuning"}
 """PEFT's packages of adapters that read the weight of a linear `base_layer`, or never call that layer. A test tries all
 that the installed PEFT has."""
-
-
-def is_adapter(module: nn.Module) -> bool:
-    """Return whether a module is one that PEFT puts around a `base_layer`."""
-    return any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
-
-
-def adapters_in(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if is_adapter(module)]
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ import torch
 from sparse24_kernels import Packed
 from torch import Tensor, nn
 
+from ..extensions import adapters_in, is_adapter
 from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer, pack_weight, unpack_weight
 from ..progress import get_logger
@@ -23,7 +24,6 @@ from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
-from .bypass import adapters_in, is_adapter
 from .masked import UNMERGED, is_pruned, out_in
 
 logger = get_logger(__name__)

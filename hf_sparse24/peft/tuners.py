@@ -16,13 +16,14 @@ from typing import Any
 from torch import nn
 
 from ..config import SavedConfig
+from ..extensions import adapters_in
 from ..patching.ownership import adopt
 from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, Storage, name_without_adapters
 from .attaching import attaching
-from .bypass import adapters_in, check_adapters
+from .bypass import check_adapters
 from .merging import check_mergeable, warn_of_filled_zeros
 
 logger = get_logger(__name__)
