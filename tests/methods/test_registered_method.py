@@ -58,7 +58,7 @@ def test_wrong_registrations():
     class Other(OwnMethod):
         pass
 
-    with pytest.raises(ValueError, match=r"method 'own' is registered already, by own_method\.OwnMethod"):
+    with pytest.raises(ValueError, match=r"'own' .*own_method\.OwnMethod"):
         register_method("own")(Other)
     assert register_method("own")(OwnMethod) is OwnMethod  # running a notebook's cell again is fine
 

@@ -301,6 +301,7 @@ def test_an_adapted_model_is_saved_resumed_exported_and_unpatched(name, tmp_path
         assert_close(logits(plain), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["sparse", "adapters"])
 def test_compiled_in_one_graph(phase):
     model = adapted()

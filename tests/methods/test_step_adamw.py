@@ -159,7 +159,7 @@ def test_a_first_gradient_after_the_switch():
     params[1].grad = None
     optimizer.step()  # one that is not masked may come late
     set_gradients(params, 9)
-    with pytest.raises(RuntimeError, match=r"masked parameter of shape \(8, 4\) got its first gradient after step 8"):
+    with pytest.raises(RuntimeError, match=r"\(8, 4\) .*after step 8"):
         optimizer.step()
 
 

@@ -81,7 +81,7 @@ def test_a_fixed_mask_keeps_zeros(name, dense_start):
 def test_decay_on_the_weight_needs_a_learning_rate():
     model, _ = patched("sr-ste", decay_on="weight")
     optimizer = Adafactor(model.parameters())  # by default it finds its own
-    with pytest.raises(ValueError, match="decay_on='weight' needs a learning rate, which Adafactor lacks"):
+    with pytest.raises(ValueError, match=r"decay_on='weight' .*Adafactor"):
         Sparse24Controller(model, optimizer, total_steps=4)
     Sparse24Controller(model, Adafactor(model.parameters(), lr=1e-3, relative_step=False), total_steps=4)
 
@@ -113,7 +113,7 @@ def test_step_turns_sparse_when_its_optimizer_switches():
         run_step(model, optimizer, controller, step)
     assert phases == ["dense"] * optimizer.switch_step + ["sparse"] * (8 - optimizer.switch_step)
     assert 2 <= optimizer.switch_step <= 5
-    with pytest.raises(ValueError, match="method 'step' is an optimizer as much as a mask, and AdamW is not it"):
+    with pytest.raises(ValueError, match=r"method 'step' .*AdamW"):
         Sparse24Controller(*patched("step"), total_steps=10)
 
 
@@ -344,7 +344,7 @@ def test_a_controller_for_a_later_step_needs_the_state_of_the_methods_optimizer(
     states = controller.state_dict(), optimizer.state_dict()
     fresh = StepAdamW(step_param_groups(model), total_steps=9, switch_after=1, switch_by=2)
     controller = Sparse24Controller(model, fresh, total_steps=9)
-    with pytest.raises(ValueError, match=r"cannot go on at step 3: method 'step' trains by the state of the"):
+    with pytest.raises(ValueError, match=r"step 3: method 'step'"):
         controller.load_state_dict(states[0])
     assert controller.step == 0
     fresh.load_state_dict(states[1])

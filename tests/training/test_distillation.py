@@ -264,7 +264,7 @@ def tokenizer():
 def test_vocabularies_may_differ_by_padding(tmp_path, tokenizer):
     teacher = zoo.build("llama", seed=1)
     teacher.resize_token_embeddings(zoo.VOCAB - 4, mean_resizing=False)
-    with pytest.raises(ValueError, match="vocabulary of 96, the teacher one of 92, and no tokenizer is given"):
+    with pytest.raises(ValueError, match=r"96, .*92, and no tokenizer"):
         trainer(tmp_path, teacher=teacher)
     run = trainer(tmp_path, teacher=teacher, processing_class=tokenizer)
     run.compute_loss(run.model, {name: x.clamp(max=90) for name, x in batch().items()})
@@ -281,7 +281,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path, tokenizer):
     ids = {f"w{i}": i for i in range(10)} | {"w11": 10, "w10": 11}
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(ids, unk_token="w0")))
     other.save_pretrained(tmp_path / "teacher")
-    with pytest.raises(ValueError, match=r"another tokenizer: id 1[01] is 'w1[01]' there and 'w1[01]' here"):
+    with pytest.raises(ValueError, match=r"id 1[01] is 'w1[01]' there and 'w1[01]' here"):
         trainer(tmp_path, teacher=tmp_path / "teacher", processing_class=tokenizer)
 
 
@@ -411,6 +411,7 @@ def _logs_of_a_process(rank, world, folder):
     return [log for log in run.state.log_history if "loss" in log]
 
 
+@pytest.mark.slow
 def test_processes_log_the_parts_of_one_loss(tmp_path):
     """Where one has no labels, too: a mean that it left out would be one that the other waits for."""
     first, second = ranks.run(2, _logs_of_a_process, tmp_path)

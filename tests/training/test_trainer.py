@@ -290,33 +290,13 @@ def test_fp8_and_step_train(tmp_path):
 
 
 def test_too_few_steps_for_the_schedule(tmp_path):
-    with pytest.raises(ValueError, match="total_steps=4 leaves no sparse step: dense_start=2 is 2 steps, dense_tail=2"):
+    with pytest.raises(ValueError, match=r"total_steps=4 .*dense_start=2 .*dense_tail=2"):
         train(tmp_path, config=Sparse24Config(dense_start=2, dense_tail=2))
-
-
-def test_training_twice(tmp_path):
-    run = train(tmp_path, config=Sparse24Config(method="t-sr-ste"))
-    assert run.sparse24_callback.controller.phase == "dense"
-    run.train()
-    assert run.state.global_step == 4
 
 
 def test_masked_language_model_with_deberta(tmp_path):
     run = train(tmp_path, model=zoo.build("deberta-v2"), config=Sparse24Config(target_modules="all-linear"))
     assert weights(run.model).isfinite().all()
-
-
-def test_the_last_flip_rate_is_logged_after_resuming(tmp_path):
-    config = Sparse24Config(method="t-sr-ste", mask_interval=4)
-    overrides = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "learning_rate": 0.1}
-    logs = [train(tmp_path, config=config, **overrides).state.log_history]
-    run = Sparse24Trainer(
-        zoo.build("llama"), arguments(tmp_path, **overrides), train_dataset=dataset(), sparse24_config=config
-    )
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    logs.append(run.state.log_history)
-    rates = [{entry["step"]: entry["flip_rate"] for entry in log if "flip_rate" in entry} for log in logs]
-    assert rates[0] == rates[1] and set(rates[0]) == set(range(4, 10)) and rates[0][7] > 0
 
 
 def test_the_config_of_a_finished_run_trains_a_dense_model_sparse_from_the_start(tmp_path):

@@ -200,7 +200,7 @@ def test_settings_that_take_masters_for_weights_are_refused(setting, start, tmp_
 def test_a_sparse_output_embedding_is_refused(make, start, tmp_path):
     """TRL reads `lm_head.weight`, the dense master, for its loss."""
     config = Sparse24Config(method="fixed-mask", target_modules=["up_proj", "lm_head"])
-    with pytest.raises(ValueError, match="the output embedding is sparse, and TRL reads its dense master weight"):
+    with pytest.raises(ValueError, match=r"output embedding .*TRL"):
         Sparse24Callback.add_to(make(start, tmp_path, policy(start, config=config)))
 
 

@@ -275,7 +275,7 @@ def test_zero_3_is_refused_before_a_model_is_patched():
     chosen = type("Chosen", (), {"is_zero3": lambda self: True})()
     set_hf_deepspeed_config(chosen)  # by a weak reference
     try:
-        with pytest.raises(ValueError, match=r"ZeRO-3, which keeps weights as flat pieces.* to 1 or 2, or use FSDP2"):
+        with pytest.raises(ValueError, match="ZeRO-3"):
             patch_model(model)
         assert not sparse_weights(model)
     finally:

@@ -122,6 +122,7 @@ def test_memory_of_a_layer_whose_gemms_are_all_sparse(stand_in):  # noqa: F811
         assert zoo.kept_bytes(weight) == 2 * 9 / 16 * weight.parameter.numel() * 2
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph(stand_in):  # noqa: F811
     x = torch.randn(48, 32).bfloat16()
     for method in SOME:
