@@ -10,7 +10,7 @@ The road from a layer to a kernel:
 
 A `SparseWeight` has a storage, the state that its method keeps, and encodings:
 
-    storage.py           how the module keeps it: as a dense master, as a packed master, or packed and frozen
+    storage.py           how the module keeps it: dense, or packed with values that train or are frozen
     state.py             the buffers and Parameters of its method
     gemms.py             its three GEMMs as data
     sharding.py          the part of a tensor that this process holds, and all of it
