@@ -29,7 +29,7 @@ from .builds import DTYPES
 from .machines import Cpu, compiler
 from .sections import Row, Run, Section
 from .shapes import MODELS
-from .timing import Cycle, over, spread, take_turns, threads
+from .timing import Cycle, over, spread, take_turns
 
 SHAPES = [MODELS["Llama 8B"].attention()["query"], MODELS["Llama 1B"].mlp()["MLP down"]]
 SHAPES += [MODELS["SmolLM2-135M"].mlp()["MLP down"], MODELS["Llama 8B"].mlp()["MLP up"]]
@@ -131,8 +131,7 @@ class Layers(Section):
 
     def __init__(self, quick: bool = False):
         self.shapes, self.bytes = (((64, 128),), 1e5) if quick else (SHAPES, 1.1e9)
-        self.seconds, self.turns, self.least_turns = (1e-4, 3, 3) if quick else (0.04, 15, 5)
-        self.budget = 3.5  # seconds of an entry, if its least turns do not take more
+        self.seconds, self.turns = (1e-4, (3, 3, 0.0)) if quick else (0.04, (5, 15, 3.5))
         self.shared: tuple[object, dict[str, list[Weight]]] = None, {}
 
     def entries(self) -> list[Layer]:
@@ -167,18 +166,20 @@ class Layers(Section):
         return ways | {form: partial(round_copies, form, partial(packed_layer, x)) for form in PACKED}
 
     def measure(self, run: Run, entry: Layer) -> Row:
-        with threads(entry.threads):
+        before = torch.get_num_threads()
+        torch.set_num_threads(entry.threads)
+        try:
             return self.compare(run, entry)
+        finally:
+            torch.set_num_threads(before)
 
     def compare(self, run: Run, entry: Layer) -> Row:
         times: dict[str, Row] = {}
         found = run.made(self.ways(entry), str(entry), times)
-        once = sum(cycle.count * cycle.once for cycle in found.values())
-        number = max(self.least_turns, min(self.turns, int(self.budget / once)))
-        seconds = take_turns(found, number)
+        seconds = take_turns(found, *self.turns)
         times |= {way: spread(samples) for way, samples in seconds.items()}
         best = min(("torch", "dense"), key=lambda way: times.get(way, {}).get("us", float("inf")))
-        facts: Row = {"turns": number, "best dense": best}
+        facts: Row = {"turns": len(seconds[best]), "best dense": best}
         for way in found.keys() & NEVER_SLOWER.keys():
             for name, base in (("best dense", best), ("torch", "torch")):
                 facts[f"{way} over {name}"] = over(seconds[base], seconds[way])

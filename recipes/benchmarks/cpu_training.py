@@ -1,4 +1,4 @@
-"""Training on a CPU in fp32: GEMMs, layers, steps and an encoder by sparse GEMMs, and what pruning alone costs.
+"""Training on a CPU in fp32: GEMMs, layers and steps by sparse GEMMs, and what pruning alone costs.
 
 A process of each set of instructions, in which MKL, oneDNN, torch and our kernels are limited alike, holds the ways of
 a case, which take turns. Packing the sparse operand of a GEMM is in its time; all that a step does is in a step's.
@@ -17,14 +17,13 @@ from sparse24_kernels.cpu.library import loaded
 from sparse24_kernels.gemm import cpu_kernels
 from torch import nn
 from torch.nn.functional import linear
-from transformers import BertConfig, BertModel
 
-from hf_sparse24 import Sparse24Config, pack_model, patch_model
+from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.methods import METHODS
 from hf_sparse24.progress import count
 from hf_sparse24.weights.sparse_weight import sparse_weights
 
-from .builds import build, random_ids, training_step
+from .builds import build, training_step
 from .sections import Row, Run, Section
 from .timing import Call, clocked, over, spread, take_turns
 from .variants import Loaded, Variant, serve
@@ -39,7 +38,6 @@ SIZES += ((2048, 2048, 2048), (32, 96, 64))
 """Tokens, out and in of GEMMs; the last one is for --quick."""
 
 SPARSE = ("t-sr-ste", "s-ste", "fixed-mask")
-MINILM = BertConfig(hidden_size=384, intermediate_size=1536, num_hidden_layers=6)
 Ways = dict[str, Call]
 
 
@@ -78,14 +76,6 @@ def steps(model: str, batch: tuple[int, int], ways: dict[str, dict[str, Any]]) -
     return {way: training_step(build(model), batch, **settings) for way, settings in ways.items()}
 
 
-def encoder() -> Ways:
-    dense, packed = BertModel(MINILM).eval(), BertModel(MINILM).eval()
-    patch_model(packed, Sparse24Config(method="ste", target_modules="all-linear"))
-    pack_model(packed)
-    ids = random_ids(dense.config, 32, 128)
-    return {"dense": torch.no_grad()(partial(dense, ids)), "packed": torch.no_grad()(partial(packed, ids))}
-
-
 def by(backend: str, *methods: str) -> dict[str, dict[str, Any]]:
     label = "{}, dense math" if backend == "dense" else "{}"
     options = {"target_modules": "all-linear", "backend": backend}
@@ -105,7 +95,6 @@ CASES: dict[str, dict[str, Callable[[], Ways]]] = {
         "a step of GPT-2 124M": partial(steps, "GPT-2 124M", (1, 1024), DENSE | by("cpu", "t-sr-ste")),
         "a step of the tiny Llama": partial(steps, "tiny Llama", (2, 32), STEPS),
     },
-    "encoder": {"MiniLM, 32 sequences of 128": encoder},
 }
 METHODS_OF_STEPS = DENSE | {method: {"method": method} for method in sorted(METHODS)}
 PRUNING: dict[str, dict[str, Callable[[], Ways]]] = {

@@ -6,12 +6,9 @@ the machine, or a change of clocks, meets all of them; `over` gives the ratios o
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import cycle
 from statistics import median, quantiles
 from typing import TypeVar
-
-import torch
 
 Call = Callable[[], object]
 Maker = Callable[[], list[Call]]
@@ -56,9 +53,8 @@ class Cycle:
     def __init__(self, calls: list[Call], seconds: float):
         """A sample takes about so many seconds."""
         self.calls = cycle(calls)
-        for _ in range(2):  # the first is a warm-up
-            self.once = clocked(next(self.calls))()
-        self.count = max(1, min(len(calls), round(seconds / self.once)))
+        next(self.calls)()  # a warm-up
+        self.count = max(1, min(len(calls), round(seconds / clocked(next(self.calls))())))
 
     def __call__(self) -> float:
         start = time.perf_counter()
@@ -82,17 +78,6 @@ def middle(values: Iterable[float]) -> list[float]:
 def spread(seconds: Iterable[float]) -> dict[str, float]:
     """The time of a way in a row, in microseconds."""
     return dict(zip(("p10_us", "us", "p90_us"), middle(x * 1e6 for x in seconds)))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads in the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def describe(error: BaseException) -> str:

@@ -1,27 +1,18 @@
 """A training step of a large model's layers on a GPU: dense, T-SR-STE and S-STE by turns, as users run it."""
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from sparse24_kernels.gemm import GemmProblem
 
 from .builds import training_step
-from .gemms import Layer, mlp
+from .gemms import mlp
 from .sections import Row, Run, Section
 from .shapes import MODELS
 from .timing import Call
 
 BATCH = (4, 2048)
 """Sequences and their length."""
-
-
-class Entry(NamedTuple):
-    model: str
-    compiled: bool
-
-    def __str__(self) -> str:
-        return f"{self.model}{', torch.compile' if self.compiled else ''}"
 
 
 class Steps(Section):
@@ -33,26 +24,24 @@ class Steps(Section):
     name, group = "training step", "training"
     note = "Whole steps of 4 x 2048 tokens. A mask refresh, every 40th step, is in none of them."
 
-    def entries(self) -> list[Entry]:
-        return [Entry("four layers of Llama 8B", compiled) for compiled in (False, True)]
+    def entries(self) -> list[str]:
+        return ["four layers of Llama 8B", "four layers of Llama 8B, torch.compile"]
 
-    def layers(self, entry: Entry) -> list[Layer]:
-        return mlp(entry.model, BATCH[0] * BATCH[1])
+    def problems(self, entry: str) -> list[GemmProblem]:
+        layers = mlp(entry.split(",")[0], BATCH[0] * BATCH[1])
+        return [problem for layer in layers for problem in layer.problems().values()]
 
-    def problems(self, entry: Entry) -> list[GemmProblem]:
-        return [problem for layer in self.layers(entry) for problem in layer.problems().values()]
-
-    def goals(self, entry: Entry) -> dict[str, float]:
+    def goals(self, entry: str) -> dict[str, float]:
         return {"t-sr-ste": 1.05, "s-ste": 1.04}
 
-    def measure(self, run: Run, entry: Entry) -> Row:
-        device = run.machine.device
+    def measure(self, run: Run, entry: str) -> Row:
+        device, (model_name, _, compiler) = run.machine.device, entry.partition(", ")
 
         def make(method: str) -> list[Call]:
             with device:  # where it is used: a billion random numbers take a CPU too long
                 torch.manual_seed(0)
-                model = MODELS[entry.model].build()
-            step = training_step(model, BATCH, method, compiled=entry.compiled)
+                model = MODELS[model_name].build()
+            step = training_step(model, BATCH, method, compiled=bool(compiler))
             for _ in range(2):  # the first ones compile, choose masks and make the optimizer's state
                 step()
             return [step]
