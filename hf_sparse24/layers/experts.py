@@ -57,7 +57,7 @@ class StackedExperts(Made, nn.Module):
 
     @staticmethod
     def read(module: nn.Module, name: str) -> Any:
-        """What reads of the Parameter `name` give."""
+        """The value of `module.<name>`."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

@@ -126,7 +126,7 @@ def _is_simple(module: nn.Module, layout: Layout) -> bool:
 
 
 def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) -> bool:
-    """Whether the module's forward equals the fused one, on tiny random layers in float64 in place of its own."""
+    """Whether the module's forward equals the fused one, on tiny random layers in float64."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         width = 2 if len(layout.inputs) == 1 else 1

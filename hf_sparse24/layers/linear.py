@@ -13,7 +13,7 @@ dimension that is contracted*. Each GEMM contracts a different dimension, so eac
     grad_input    wants W 2:4 along out:      only a mask that is 2:4 in both directions, a transposable one
     grad_weight   wants dZ 2:4 along tokens:  neither operand is a weight; the gradient is pruned at random, unbiased
 
-What a method and a config ask for is data, `gemms.Gemms`; this file runs it.
+A method and a config choose the GEMMs as data, `gemms.Gemms`; this file runs them.
 
 `weight`, the Parameter, always stays the dense master: the optimizer updates all of it, and its gradient is that of
 the pruned weight, passed straight through. Only where the method says `keeps_zeros` does the mask stop it too.
@@ -109,7 +109,7 @@ def _rounded(gemm: Gemm, format: str, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 class Sparse24Layer(SparseModule):
-    """What `Sparse24Linear` and `Sparse24Conv1D` share: the GEMMs with a sparse weight."""
+    """The base of `Sparse24Linear` and `Sparse24Conv1D`: the GEMMs with a sparse weight."""
 
     def sparse_weight(self) -> Tensor:
         """The weight that the GEMMs use while sparse, in the layout of `.weight`: a new tensor without gradients."""

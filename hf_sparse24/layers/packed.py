@@ -36,7 +36,7 @@ class _PackedLinearFunction(torch.autograd.Function):
     def forward(ctx, x, values, mask, scales, m, bias, input_dim, dtype, method):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, mask, scales)
         ctx.m, ctx.dtype, ctx.method = m, dtype, method
-        output = _packed_linear(x, Packed(values, mask, scales, m).to(dtype), bias, input_dim)
+        output = _multiply(x, Packed(values, mask, scales, m).to(dtype), bias, input_dim)
         # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
         return torch.ops.aten._unsafe_view(output, output.shape)
 
@@ -75,7 +75,7 @@ def _grad_values(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:
     return values
 
 
-def _packed_linear(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) -> Tensor:
+def _multiply(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) -> Tensor:
     if input_dim == -2 and x.device.type == "cpu" and unsupported_device(x.device, x.dtype):
         # How a weight lies in memory decides in which order dense math on a CPU sums: as Conv1D's, for the same bits.
         return nn.functional.linear(x, kernels.unpack_nm(packed).t().contiguous().t(), bias)
@@ -152,7 +152,7 @@ class PackedLayer(PackedModule):
         if torch.is_grad_enabled():
             method = None if weight.run is None else weight.method
             return _PackedLinearFunction.apply(x, *packed, bias, weight.input_dim, dtype, method)
-        return _packed_linear(x, packed.to(dtype), bias, weight.input_dim)
+        return _multiply(x, packed.to(dtype), bias, weight.input_dim)
 
     def extra_repr(self) -> str:
         weight = self.sparse24["weight"]

@@ -110,7 +110,7 @@ def make_dense(weight: SparseWeight, result: Tensor | None = None) -> None:
 
 
 class WeightModule(nn.Module):
-    """What a dense module becomes in place: its `SparseWeight`s by the dense Parameter's name, and its class before."""
+    """A module that a dense one becomes in place: with its `SparseWeight`s by Parameter name, and its former class."""
 
     sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]

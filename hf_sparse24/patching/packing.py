@@ -132,8 +132,8 @@ def check_packed_forms(weights: Mapping[str, SparseWeight], what: str, rest: str
     if len(named) == len(weights):
         raise ValueError(f"{what}: no sparse weight has a packed form, such as {named[0]}")
     if named:
-        shown = ", ".join(named[:3]) + ", ..." * (len(named) > 3)
-        logger.warning(f"{what}: {len(named)} of {len(weights)} sparse layers have no packed form and {rest}: {shown}")
+        some = ", ".join(named[:3]) + ", ..." * (len(named) > 3)
+        logger.warning(f"{what}: {len(named)} of {len(weights)} sparse layers have no packed form and {rest}: {some}")
 
 
 def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:

@@ -98,7 +98,7 @@ def _patch_again(model: nn.Module, run: SparseRun, config: Sparse24Config | None
 
 
 def named_config(model: Any) -> Sparse24Config | None:
-    """What the config of a dense model says that it is sparse by, from its start; None where it says nothing."""
+    """The Sparse24Config in a dense model's own config; None where it has none."""
     named = getattr(getattr(model, "config", None), "quantization_config", None)
     if isinstance(named, SavedConfig):
         return named.config

@@ -1,7 +1,7 @@
 """PEFT's adapters around sparse layers: they act through the mask, and merge into weights that stay 2:4.
 
-    tuners.py      how PEFT finds sparse layers by itself, and by what the base of an adapter is sparse
-    attaching.py   what happens where PEFT puts an adapter around a sparse layer
+    tuners.py      how PEFT finds sparse layers by itself, and the check that an adapter fits its base
+    attaching.py   the mask and the merge of an adapter that PEFT puts around a layer
     masked.py      LoRA's change of a weight, through the mask; without PEFT
     variants.py    the same as PEFT's `LoraVariant`s
     merging.py     merging and unmerging, so that the weight stays N:M

@@ -39,12 +39,12 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         if is_sparse:
             _attach(getattr(parent, child), adapter_name)
         return
-    before, shown = Unmerged(layer).expose(), layer.weight.detach().clone()
+    before, exposed = Unmerged(layer).expose(), layer.weight.detach().clone()
     try:
         yield
         adapter = getattr(parent, child)
         is_masked = _attach(adapter, adapter_name)
-        has_changed = not torch.equal(layer.weight, shown)
+        has_changed = not torch.equal(layer.weight, exposed)
         if has_changed and not is_masked:
             kind = f"{type(adapter).__module__}.{type(adapter).__name__}"
             way = "call unpatch_model(model) before you add it, or use PiSSA, OLoRA or CorDA with plain LoRA or DoRA"
@@ -53,7 +53,7 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         before.restore()
         raise
     if has_changed:
-        layer.weight.data = layer.weight.data.masked_fill(shown == 0, 0)
+        layer.weight.data = layer.weight.data.masked_fill(exposed == 0, 0)
         before.accept()
     else:
         before.restore()

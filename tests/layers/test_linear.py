@@ -55,14 +55,14 @@ def test_sparse_weight_of_each_method():
 
 
 def input_weight(layer) -> torch.Tensor:
-    """What the grad_input GEMM multiplies with, `[out, in]`."""
+    """The weight of the grad_input GEMM, `[out, in]`."""
     weight = layer.sparse24["weight"]
     (operand,) = weight.encoded([Wanted(weight.method.gemms.grad_input.weight, "dense", None)], layer.weight.dtype, 16)
     return operand
 
 
 def weight_gradient(layer, gradient: torch.Tensor) -> torch.Tensor:
-    """What the master of a layer gets of dZ^T X `[out, in]`: all of it, or what the mask keeps."""
+    """The gradient of a layer's master, dZ^T X `[out, in]`: all of it, or the part that the mask keeps."""
     weight = layer.sparse24["weight"]
     gradient = weight.storage.out_in(gradient)
     return gradient * weight.mask() if weight.method.keeps_zeros else gradient

@@ -1,4 +1,4 @@
-"""What other tools do with sparse and packed layers: record a graph of them, quantize them, copy them for threads."""
+"""Other tools on sparse and packed layers: they record a graph of them, quantize them, copy them for threads."""
 
 from functools import partial
 from pathlib import Path
