@@ -1,13 +1,13 @@
-"""Small hard problems for each operator, and where an implementation solves them differently from the reference.
+"""Hard problems for each operator, and where an implementation solves them differently from the reference.
 
-They have ties, zeros, subnormals, inf, NaN, empty tensors, and sizes that fill no tile. Results must be equal bit for
-bit, except for sums and approximate functions, whose errors are bounded as `kernels/README.md` says.
+They are solved on first use; tests add sizes, and benchmarks compare their own calls by `compare`. They have ties,
+zeros, subnormals, inf, NaN, empty tensors, and sizes that fill no tile. Results must be equal bit for bit, except for
+sums and approximate functions, whose errors are bounded as `kernels/README.md` says.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,30 +16,50 @@ from torch.utils._pytree import tree_map_only
 
 from . import reference
 from .formats import scale_columns
+from .operators import Pruning
 
 UNIT = torch.finfo(torch.float32).eps
+
+SHAPES = ((68, 72), (0, 8))
+"""Rows and columns of the weights on first use: more than a tile and no multiple of it, and empty."""
 
 PATTERNS = ((2, 4), (16, 32), (6, 8), (1, 8), (31, 64))
 """Of packed weights."""
 
+INEXACT = ("s_ste_scale", "gated_activation", "gated_activation_backward", "packed_mm", "packed_linear")
+"""Operators with sums or approximate functions. The results of all others are equal bit for bit."""
 
-def first_difference(operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
+Results = Tensor | Sequence[Tensor] | None
+
+
+def first_difference(
+    operator: str,
+    function: Callable[..., Results],
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> str:
     """The first problem that `function` solves differently, and how; "" where it solves all as the reference does."""
+    found = (compare(operator, function, arguments) for arguments in problems(operator, device, dtype, shapes))
+    return next(filter(None, found), "")
+
+
+def compare(operator: str, function: Callable[..., Results], arguments: tuple) -> str:
+    """How the results of `function` differ from those of the reference; "" where they do not."""
     solve = getattr(reference.OPERATORS, operator)
-    for arguments in _problems(operator, device, dtype):
-        wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, arguments)
-        bounds, expected = _bounds(operator, wide), _results(solve, arguments)
-        truths = _results(solve, wide) if bounds else expected
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN: what is not written shows
-        try:
-            actual = _results(function, arguments)
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        for i, (ours, theirs, truth) in enumerate(zip(actual, expected, truths, strict=True)):
-            if different := difference(ours, theirs, truth, bounds[i] if bounds else None):
-                shapes = tree_map_only(Tensor, lambda x: f"{x.dtype} {list(x.shape)}", arguments)
-                return f"{operator}({', '.join(map(str, shapes))}): {different}".replace("torch.", "")
+    wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, arguments)
+    expected = _results(solve, arguments)
+    bounds, truths = (_bounds(operator, wide), _results(solve, wide)) if operator in INEXACT else ([], expected)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN: what is not written shows
+    try:
+        actual = _results(function, arguments)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    for i, (ours, theirs, truth) in enumerate(zip(actual, expected, truths, strict=True)):
+        if different := difference(ours, theirs, truth, bounds[i] if bounds else None):
+            shapes = tree_map_only(Tensor, lambda x: f"{x.dtype} {list(x.shape)}", arguments)
+            return f"{operator}({', '.join(map(str, shapes))}): {different}".replace("torch.", "")
     return ""
 
 
@@ -64,7 +84,7 @@ def difference(ours: Tensor, theirs: Tensor, truth: Tensor, bound: Tensor | None
     return f"{int((~same).sum())} of {same.numel()} elements differ, {first}"
 
 
-def _results(function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
+def _results(function: Callable[..., Results], arguments: tuple) -> list[Tensor]:
     """What the function returns, or changes in place."""
     arguments = tree_map_only(Tensor, lambda x: torch.empty_like(x).copy_(x), arguments)  # keeps strides
     results = function(*arguments)
@@ -72,8 +92,10 @@ def _results(function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else list(results)
 
 
-def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
-    """The arguments of each problem."""
+def problems(
+    operator: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> Iterator[tuple]:
+    """The arguments of each problem of an operator. `shapes` are those of weights, rows in multiples of four."""
 
     def numbers(*shape: int, of: torch.dtype = dtype, seed: float = 0.0) -> Tensor:
         """Between -2 and 2, as good as random."""
@@ -90,51 +112,64 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
 
     values = (0.0, -0.0, 1.0, -torch.finfo(dtype).smallest_normal / 4, -math.inf, math.nan)
     special = torch.tensor(list(product(values, repeat=4)), dtype=dtype, device=device).view(108, 48)
-    weights = [special, numbers(68, 72).mul(1.5).round(), numbers(68, 72), numbers(0, 8)]
+    weights = [special, *(x for shape in shapes for x in (numbers(*shape).mul(1.5).round(), numbers(*shape)))]
     wide = [special.view(81, 64)[:64], numbers(64, 128).mul(1.5).round()]
     key = torch.full((), 2**40 + 5, dtype=torch.int64, device=device)
     scale, half = torch.full((), 1.483, dtype=torch.float32, device=device), torch.bfloat16
+    both = ["dense", "transposed"]
+
+    def bits(weight: Tensor) -> Tensor:
+        return reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
+
     match operator:
         case "nm_mask":
             yield from ((weight, 2, 4, dim, bool(dim)) for weight in weights for dim in (0, 1))
             yield numbers(72, 68).t(), 2, 4, 1, False
+            yield numbers(2, 8, 12), 2, 4, 1, True
             yield from ((x, n, m, dim, False) for x in wide for dim in (0, 1) for n, m in PATTERNS)
         case "transposable_mask":
             yield from ((weight, 2, 4, "exact", bool(i % 2)) for i, weight in enumerate(weights))
         case "prune":
             for weight in weights:
                 some = numbers(*weight.shape, of=torch.float32) > 0.5  # any number of every four
-                bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
-                yield weight, "magnitude", 2, 4, 0, None, None, dtype, ["dense"]
-                yield weight, "magnitude", 2, 4, 1, None, None, half, ["dense"]
-                yield weight, "soft-threshold", 2, 4, 0, None, scale, dtype, ["dense", "transposed"]
-                yield weight, "soft-threshold", 2, 4, 1, None, None, half, ["dense"]
-                yield weight, "mask", 2, 4, 1, some, None, dtype, ["transposed", "dense"]
-                yield weight, "mask", 2, 4, 1, bits, None, half, ["dense", "transposed"]
-            for weight, (dim, form) in product(
-                (special[:64, :32], numbers(96, 64).mul(1.5).round(), numbers(32, 0)),
-                enumerate(("packed-transposed", "packed")),
-            ):
-                some = reference.masks.nm_mask(weight, 2, 4, dim, False)
-                for rule, mask in (("magnitude", None), ("soft-threshold", None), ("mask", some)):
-                    yield weight, rule, 2, 4, dim, mask, scale if dim else None, torch.float32, [form, "dense"]
-                bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
-                yield weight, "mask", 2, 4, 1, bits, None, torch.float32, ["packed-transposed", "packed"]
+                for how in (
+                    Pruning("magnitude", dim=0, dtype=dtype),
+                    Pruning("magnitude", dim=1, dtype=half),
+                    Pruning("soft-threshold", dim=0, scale=scale, dtype=dtype, forms=both),
+                    Pruning("soft-threshold", dim=1, dtype=half),
+                    Pruning("mask", dim=1, mask=some, dtype=dtype, forms=both[::-1]),
+                    Pruning("mask", dim=1, mask=bits(weight), dtype=half, forms=both),
+                ):
+                    yield weight, how
+            for weight in (special[:64, :32], numbers(96, 64).mul(1.5).round(), numbers(32, 0)):
+                for dim, form in enumerate(("packed-transposed", "packed")):
+                    some = reference.masks.nm_mask(weight, 2, 4, dim, False)
+                    for how in (
+                        Pruning("magnitude", dim=dim, forms=[form, "dense"]),
+                        Pruning("soft-threshold", dim=dim, scale=scale if dim else None, forms=[form, "dense"]),
+                        Pruning("mask", dim=dim, mask=some, forms=[form, "dense"]),
+                    ):
+                        yield weight, how
+                yield weight, Pruning("mask", dim=1, mask=bits(weight), forms=["packed-transposed", "packed"])
             for weight, result in product(wide, (half, torch.float16)):
-                bits = reference.transposable.transposable_mask(weight, 2, 4, "exact", True)
-                yield weight, "mask", 2, 4, 1, bits, None, result, ["sm90", "sm90-transposed", "dense"]
-                yield weight, "magnitude", 2, 4, 1, None, None, result, ["sm90"]
-                yield weight, "soft-threshold", 2, 4, 0, None, scale, result, ["sm90-transposed"]
+                forms = ["sm90", "sm90-transposed", "dense"]
+                yield weight, Pruning("mask", dim=1, mask=bits(weight), dtype=result, forms=forms)
+                yield weight, Pruning("magnitude", dim=1, dtype=result, forms=["sm90"])
+                yield weight, Pruning("soft-threshold", dim=0, scale=scale, dtype=result, forms=["sm90-transposed"])
             for weight, (n, m), dim in product(wide, PATTERNS, (0, 1)):
-                yield weight, "magnitude", n, m, dim, None, None, half, ["dense"]
-                yield weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense", "transposed"]
+                yield weight, Pruning("magnitude", n, m, dim, dtype=half)
+                yield weight, Pruning("soft-threshold", n, m, dim, scale=scale, dtype=dtype, forms=both)
         case "s_ste_scale":
-            yield from ((numbers(68, 72), 2, 4, dim, rule) for dim, rule in enumerate(("mse", "l1")))
+            for weight, (dim, rule) in product(weights[1:], enumerate(("mse", "l1"))):
+                yield weight, 2, 4, dim, rule
             yield torch.ones(4, 8, dtype=dtype, device=device), 2, 4, 1, "mse"
         case "mvue":
-            for n, m, estimator in ((2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")):
-                yield numbers(66, 70), key, n, m, 0, estimator, "dense"
-                yield numbers(66, 70), key, n, m, 1, estimator, "transposed"
+            for (n, m, estimator), x in product(
+                ((2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")), (numbers(66, 70), numbers(5, 7), numbers(63, 129))
+            ):
+                yield x, key, n, m, 0, estimator, "dense"
+                yield x, key, n, m, 1, estimator, "transposed"
+            yield numbers(2, 7, 12), key, 2, 4, 1, "exact", "dense"
             yield from ((x, key, 2, 4, 1, "exact", "dense") for x in (special, numbers(0, 4)))
             for n, x in product((1, 2), wide if dtype != torch.float32 else ()):
                 yield x, key, n, 2 * n, 0, "exact", "sm90-transposed"
@@ -163,14 +198,14 @@ def _problems(operator: str, device: torch.device, dtype: torch.dtype) -> Iterat
                 yield *reference.packed.pack_nm(numbers(rows, k), 2, 4), numbers(k, n, seed=1.0)
         case "packed_linear":
             for i, (rows, k, tokens) in enumerate(
-                ((66, 136, 1), (33, 1056, 3), (66, 160, 17), (130, 320, 70), (0, 64, 2))
+                ((66, 136, 1), (33, 1056, 3), (66, 160, 17), (130, 320, 70), (0, 64, 2), (40, 2072, 17), (8, 8, 0))
             ):
                 for stored in islice(packed(rows, k), 1 if device.type == "cuda" else None):  # no others have kernels
                     yield numbers(tokens, k, seed=1.0), *stored, numbers(rows, seed=3.0) if i % 2 else None
 
 
 def _bounds(operator: str, wide: tuple) -> list[Tensor]:
-    """How much further from the truth than the reference's each result may be; none for results that are exact."""
+    """How much further from the truth than the reference's each result of an inexact operator may be."""
     match operator:
         case "s_ste_scale":
             return [torch.full((), 16 * UNIT, dtype=torch.float64, device=wide[0].device)]
@@ -190,4 +225,4 @@ def _bounds(operator: str, wide: tuple) -> list[Tensor]:
                 if len(x) <= 8:  # and half a step of x in 8 bits
                     bound += x.abs().amax(1, keepdim=True) / 254 * 1.001 * weight.sum(1)
             return [bound]
-    return []
+    raise ValueError(operator)

@@ -1,9 +1,33 @@
 """The table of operators that an implementation fills. Imports nothing of this package."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch import Tensor, dtype
+import torch
+from torch import Tensor
+
+
+class Pruning(NamedTuple):
+    """How a weight becomes N:M, and what is made of it.
+
+    Attributes:
+        rule: `"magnitude"`, `"mask"` or `"soft-threshold"`.
+        n, m, dim: of the groups. A mask has none.
+        mask: of the rule `"mask"`: bool, or packed bits along the last dimension.
+        scale: of the rule `"soft-threshold"`, a floating 0-d tensor; None for 1.
+        dtype: of the results.
+        forms: of `formats.FORMS`, a result for each.
+    """
+
+    rule: str
+    n: int = 2
+    m: int = 4
+    dim: int = -1
+    mask: Tensor | None = None
+    scale: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    forms: Sequence[str] = ("dense",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,9 +36,7 @@ class Operators:
 
     nm_mask: Callable[[Tensor, int, int, int, bool], Tensor] | None = None
     transposable_mask: Callable[[Tensor, int, int, str, bool], Tensor] | None = None
-    prune: (
-        Callable[[Tensor, str, int, int, int, Tensor | None, Tensor | None, dtype, list[str]], list[Tensor]] | None
-    ) = None
+    prune: Callable[[Tensor, Pruning], list[Tensor]] | None = None
     s_ste_scale: Callable[[Tensor, int, int, int, str], Tensor] | None = None
     mvue: Callable[[Tensor, Tensor, int, int, int, str, str], Tensor] | None = None
     masked_decay_: Callable[[Tensor, Tensor, Tensor, float], None] | None = None

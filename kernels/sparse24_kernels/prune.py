@@ -1,7 +1,6 @@
 """Pruning by magnitude, by a mask, or by S-STE's soft threshold, dense and transposed; the scale of that threshold."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from .checks import (
 )
 from .dispatch import implementation
 from .formats import FORMS, form_shape
+from .operators import Pruning
 
 RULES = ("magnitude", "mask", "soft-threshold")
 SCALE_RULES = ("mse", "l1", "none")
@@ -52,7 +52,7 @@ def nm_prune(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, dtype: torch
         >>> nm_prune(torch.tensor([0.1, -3.0, 2.0, 1.0]))
         tensor([ 0., -3.,  2.,  0.])
     """
-    return _prune_checked("nm_prune", weight, "magnitude", n, m, dim, None, None, dtype, ["dense"])[0]
+    return _checked("nm_prune", weight, dtype, Pruning("magnitude", n, m, dim))[0]
 
 
 def apply_mask(weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def apply_mask(weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -
         >>> apply_mask(torch.tensor([1.0, 2.0]), torch.tensor([False, True]))
         tensor([0., 2.])
     """
-    return _prune_checked("apply_mask", weight, "mask", 2, 4, -1, mask, None, dtype, ["dense"])[0]
+    return _checked("apply_mask", weight, dtype, Pruning("mask", mask=mask))[0]
 
 
 def soft_threshold(
@@ -103,7 +103,7 @@ def soft_threshold(
         >>> soft_threshold(torch.tensor([4.0, -3.0, 2.0, 1.0]))
         tensor([ 2., -1.,  0.,  0.])
     """
-    return _prune_checked("soft_threshold", weight, "soft-threshold", n, m, dim, None, scale, dtype, ["dense"])[0]
+    return _checked("soft_threshold", weight, dtype, Pruning("soft-threshold", n, m, dim, scale=scale))[0]
 
 
 def s_ste_scale(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, rule: str = "mse") -> Tensor:
@@ -167,44 +167,35 @@ def prune_forms(
     groups = None if rule == "mask" else check_dim("prune_forms", weight, dim)
     for form in forms:
         check_form("prune_forms", form, weight, groups, weight.dtype if dtype is None else dtype)
-    return _prune_checked("prune_forms", weight, rule, n, m, dim, mask, scale, dtype, forms)
+    return _checked("prune_forms", weight, dtype, Pruning(rule, n, m, dim, mask, scale, forms=forms))
 
 
-def _prune_checked(
-    name: str,
-    weight: Tensor,
-    rule: str,
-    n: int,
-    m: int,
-    dim: int,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype | None,
-    forms: Sequence[str],
-) -> list[Tensor]:
-    if rule == "mask":
-        if mask is None:
+def _checked(name: str, weight: Tensor, dtype: torch.dtype | None, how: Pruning) -> list[Tensor]:
+    """Prune a weight to `dtype`, None for its own. ValueError: arguments that do not fit."""
+    if how.rule == "mask":
+        if how.mask is None:
             raise ValueError(f"{name}: rule='mask' needs a mask")
         check_floating(name, weight=weight)
-        check_mask(name, mask, weight)
-        check_device(name, weight, mask)
+        check_mask(name, how.mask, weight)
+        check_device(name, weight, how.mask)
         dim = max(weight.dim() - 1, 0)  # an elementwise rule has no groups
     else:
-        if mask is not None:
-            raise ValueError(f"{name}: rule={rule!r} makes its own mask; leave mask out or choose rule='mask'")
-        check_pattern(name, n, m)
-        dim = check_groups(name, weight, m, dim)
-    if scale is not None:
-        if rule != "soft-threshold":
-            raise ValueError(f"{name}: rule={rule!r} has no scale")
-        check_is(Tensor, name, scale=scale)
-        if scale.dim() or not scale.is_floating_point():
-            raise ValueError(f"{name}: scale is a floating 0-d tensor, got {scale.dtype} {tuple(scale.shape)}")
-        check_device(name, weight, scale)
+        if how.mask is not None:
+            raise ValueError(f"{name}: rule={how.rule!r} makes its own mask; leave mask out or choose rule='mask'")
+        check_pattern(name, how.n, how.m)
+        dim = check_groups(name, weight, how.m, how.dim)
+    if how.scale is not None:
+        if how.rule != "soft-threshold":
+            raise ValueError(f"{name}: rule={how.rule!r} has no scale")
+        check_is(Tensor, name, scale=how.scale)
+        if how.scale.dim() or not how.scale.is_floating_point():
+            found = f"{how.scale.dtype} {tuple(how.scale.shape)}"
+            raise ValueError(f"{name}: scale is a floating 0-d tensor, got {found}")
+        check_device(name, weight, how.scale)
     dtype = weight.dtype if dtype is None else dtype
     if dtype not in INPUTS:
         raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in INPUTS]}")
-    return _prune(weight, rule, n, m, dim, mask, scale, dtype, ",".join(forms))
+    return _prune(weight, *how._replace(dim=dim, dtype=dtype, forms=",".join(how.forms)))
 
 
 @torch.library.custom_op("sparse24::prune", mutates_args=())
@@ -219,12 +210,11 @@ def _prune(
     dtype: torch.dtype,
     forms: str,  # with commas: a schema has no list of strings
 ) -> list[Tensor]:
-    return implementation("prune", weight)(weight, rule, n, m, dim, mask, scale, dtype, forms.split(","))
+    return implementation("prune", weight)(weight, Pruning(rule, n, m, dim, mask, scale, dtype, forms.split(",")))
 
 
 @_prune.register_fake
-def _(weight: Tensor, *arguments: Any) -> list[Tensor]:
-    *_, dtype, forms = arguments
+def _(weight, rule, n, m, dim, mask, scale, dtype, forms):
     return [weight.new_empty(form_shape(form, weight.shape), dtype=dtype) for form in forms.split(",")]
 
 

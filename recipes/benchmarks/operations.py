@@ -16,13 +16,14 @@ import torch
 from sparse24_kernels import Packed, reference
 from sparse24_kernels.gemm.backend import GemmPlan
 from sparse24_kernels.gemm.packed import PACKED
+from sparse24_kernels.operators import Pruning
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
 from . import cases
-from .cases import BF16, FP32, Case
+from .cases import BF16, FP32
 from .sections import Row, Run, Section
 from .timing import Call
 
@@ -38,9 +39,14 @@ LAYERS: Shapes = [(BF16, shape) for shape in ((4096, 4096), (4096, 14336), (1433
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload(Case):
-    """A case at one of the sizes that matter: its row begins with shape and dtype."""
+class Workload:
+    """An operator's call at one of the sizes that matter; `make(device, *row)` makes the arguments that
+    `sparse24_kernels.reference` takes, the same each time. The row begins with shape and dtype."""
 
+    operator: str
+    name: str
+    make: Callable[..., tuple]
+    row: tuple
     target: float = 0.8  # of the bandwidth of a copy
 
     def __str__(self) -> str:
@@ -48,10 +54,13 @@ class Workload(Case):
 
     shape = property(lambda self: self.row[0])
     dtype = property(lambda self: self.row[1])
-    public = property(lambda self: PUBLIC.get(self.function) or getattr(kernels, self.function.split(".")[1]))
+    public = property(lambda self: PUBLIC.get(self.operator) or getattr(kernels, self.operator))
 
     def at(self, shape: Shape) -> "Workload":
         return replace(self, row=(shape, *self.row[1:]))
+
+    def arguments(self, device: torch.device) -> tuple:
+        return self.make(device, *self.row)
 
     def call(self, arguments: tuple, compiled: Callable[..., Any] | None = None) -> Any:
         """The result of the public function."""
@@ -70,13 +79,14 @@ def tensors(x: Any) -> list[Tensor]:
 
 
 def workloads() -> Iterator[Workload]:
-    for function, name, shapes, make, settings, fields in _operations():
+    for operator, name, shapes, make, *settings in _operations():
+        target = 0.6 if operator == "transposable_mask" else 0.8
         for dtype, shape in shapes:
-            yield Workload(function, name, make, (shape, dtype, *settings), **fields)
+            yield Workload(operator=operator, name=name, make=make, row=(shape, dtype, *settings), target=target)
 
 
-def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str, Any]]]:
-    """Function, name, shapes, maker of arguments, what it takes after shape and dtype, and more fields of each."""
+def _operations() -> Iterator[tuple]:
+    """Operator, name, shapes, maker of arguments, and what it takes after shape and dtype."""
     # fp32 or bf16 weights in, bf16 operands of a GEMM out.
     one_way = (["dense"], ["dense", "transposed"], ["sm90"])
     rows = [(rule, 1, forms) for rule, forms in product(("magnitude", "soft-threshold", "mask"), one_way)]
@@ -84,37 +94,33 @@ def _operations() -> Iterator[tuple[str, str, Shapes, Callable, tuple, dict[str,
     rows += [(rule, 0, ["dense"]) for rule in ("magnitude", "soft-threshold")]
     for rule, dim, forms in rows:
         name = f"prune {rule}{'' if dim else ', columns'}: {'+'.join(forms)}"
-        yield "prune.prune", name, WEIGHTS, cases.prune, ("random", rule, dim, BF16, forms), {}
+        yield "prune", name, WEIGHTS, cases.prune, Pruning(rule, dim=dim, dtype=BF16, forms=forms)
     for name, dim in (("rows", 1), ("columns", 0)):
-        yield "masks.nm_mask", f"nm_mask bits, {name}", WEIGHTS, cases.on_weight, ("random", dim, True), {}
-    bits: tuple = ("transposable.transposable_mask", "transposable mask bits", WEIGHTS, cases.on_weight)
-    yield *bits, ("random", "exact", True), {"target": 0.6}
-    scale: tuple = ("prune.s_ste_scale", "s_ste_scale", WEIGHTS, cases.on_weight)
-    yield *scale, ("random", 1, "mse"), {"exact": False}
-    yield "packed.unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix, (), {}
+        yield "nm_mask", f"nm_mask bits, {name}", WEIGHTS, cases.on_weight, dim, True
+    yield "transposable_mask", "transposable mask bits", WEIGHTS, cases.on_weight, "exact", True
+    yield "s_ste_scale", "s_ste_scale", WEIGHTS, cases.on_weight, 1, "mse"
+    yield "unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix
     for tokens in (1, 16, 64):
-        fields = {"exact": False, "terms": cases.packed_terms}
-        yield "packed.packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, (tokens,), fields
+        yield "packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, tokens
 
     # MVUE: groups along tokens are those of dW, groups along features those of dX.
-    results = ("dense", "transposed")
     along_dims = (("tokens", 0), ("features", 1))
-    for (n, m, estimator), (along, dim), form in product(cases.MVUE_KINDS, along_dims, results):
-        settings = ("random", 2**40 + 12345, n, m, estimator, dim, form)
-        yield "mvue.mvue", f"mvue {n}:{m} {estimator}, {along}: {form}", TOKENS, cases.mvue, settings, {}
-    for n, m, estimator in cases.MVUE_KINDS:
-        settings = ("random", 2**40 + 12345, n, m, estimator, 0, "sm90-transposed")
-        yield "mvue.mvue", f"mvue {n}:{m} {estimator}, tokens: compressed", BF16_TOKENS, cases.mvue, settings, {}
+    for kind, (along, dim), form in product(cases.MVUE_KINDS, along_dims, ("dense", "transposed")):
+        name = "mvue {}:{} {}".format(*kind)
+        yield "mvue", f"{name}, {along}: {form}", TOKENS, cases.mvue, *kind, dim, form
+    for kind in cases.MVUE_KINDS:
+        name = "mvue {}:{} {}".format(*kind)
+        yield "mvue", f"{name}, tokens: compressed", BF16_TOKENS, cases.mvue, *kind, 0, "sm90-transposed"
 
     for kind, layout in product(("swiglu", "geglu"), ("row", "column")):
-        for count, (function, terms) in enumerate(cases.GATED.items(), 2):
-            name = f"{kind} {'forward' if count == 2 else 'backward'}, {layout}-major"
-            fields = {"exact": False} | terms
-            yield function, name, TOKENS, cases.gated, (count, kind, f"{layout} {layout} {layout}"), fields
+        for count, way in ((2, "forward"), (3, "backward")):
+            operator = "gated_activation" if count == 2 else "gated_activation_backward"
+            yield operator, f"{kind} {way}, {layout}-major", TOKENS, cases.gated, count, kind, layout == "column"
 
 
-def _prune(weight, rule, n, m, dim, mask, scale, dtype, forms, *_):
-    return prune_forms(weight, forms, rule, n, m, dim, mask=mask, scale=scale, dtype=dtype)
+def _prune(weight: Tensor, how: Pruning) -> list[Tensor]:
+    settings = {"mask": how.mask, "scale": how.scale, "dtype": how.dtype}
+    return prune_forms(weight, how.forms, how.rule, how.n, how.m, how.dim, **settings)
 
 
 def _mvue(x, key, n, m, dim, estimator, form, *_):
@@ -122,13 +128,13 @@ def _mvue(x, key, n, m, dim, estimator, form, *_):
 
 
 PUBLIC: dict[str, Callable[..., Any]] = {
-    "gated.gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
-    "mvue.mvue": _mvue,
-    "prune.prune": _prune,
-    "packed.packed_linear": lambda x, values, mask, scales, m, bias: kernels.packed_linear(
+    "gated_activation_backward": lambda *arguments: torch.ops.sparse24.gated_activation_backward(*arguments),
+    "mvue": _mvue,
+    "prune": _prune,
+    "packed_linear": lambda x, values, mask, scales, m, bias: kernels.packed_linear(
         x, Packed(values, mask, scales, m), bias, plan=GemmPlan(PACKED, "what is measured")
     ),
-    "packed.unpack_nm": lambda *packed: kernels.unpack_nm(Packed(*packed)),
+    "unpack_nm": lambda *packed: kernels.unpack_nm(Packed(*packed)),
 }
 """The public functions that differ in name, arguments or home from those of `reference`."""
 
@@ -174,13 +180,17 @@ class Operations(Section):
 
 def baselines(workload: Workload) -> Iterator[tuple[str, Baseline]]:
     """The name and the maker of each, the quick and safe ones first."""
-    computed = partial(cases.run, reference, workload.function)
+    operator = getattr(reference.OPERATORS, workload.operator)
+
+    def computed(arguments: tuple) -> Any:
+        return operator(*arguments)
+
     yield "eager PyTorch", lambda found: partial(computed, found)
     if workload.name == "transposable mask bits":
         # In half precision only, so an fp32 weight is cast first.
         name = "torch _sparse_semi_structured_tile (greedy; solves for the mask and packs both ways)"
         yield name, lambda found: lambda: torch._sparse_semi_structured_tile(found[0].to(BF16))
-    if workload.function == "packed.packed_linear":
+    if workload.operator == "packed_linear":
         name = "cuBLAS on the dense weight"
         yield name, lambda found: partial(linear, found[0], kernels.unpack_nm(Packed(*found[1:5])))
     if COMPILED.match(workload.name):

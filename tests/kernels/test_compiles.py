@@ -17,5 +17,5 @@ def test_every_kernel_compiles_for_hopper():
     command = [sys.executable, str(here / "compiled_for_hopper.py")]
     printed = subprocess.run(command, env=compiled, check=True, capture_output=True, text=True).stdout
     results = [line.split(" ", 2) for line in printed.splitlines()]
-    assert {name for name, _, _ in results} == {workload.function for workload in operations.workloads()}
+    assert {name for name, _, _ in results} == {workload.operator for workload in operations.workloads()}
     assert not [result for result in results if result[1] == "0" or result[2] != "ok"]

@@ -3,75 +3,57 @@
 The same cases run compiled on a GPU by `make gpu`, and here under the marker gpu.
 """
 
-import dataclasses
 import inspect
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import all_cases, check
+from kernel_cases import check
 from sparse24_kernels import cpu, gpu, reference
-
-from recipes.benchmarks.cases import DTYPES, Case, draw
+from sparse24_kernels.dispatch import KERNEL_DTYPES
+from sparse24_kernels.hard_problems import compare
+from sparse24_kernels.operators import Pruning
 
 # The interpreter computes with NumPy, which warns of the NaN and inf that are put in on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
-ALL_CASES = list(all_cases())
+every_operator = pytest.mark.parametrize("operator", [name for name, f in vars(gpu.OPERATORS).items() if f is not None])
+every_dtype = pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 
 
-@pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_kernel_equals_reference(case):
-    check(case, CPU)
+@every_operator
+@every_dtype
+def test_kernel_equals_reference(operator, dtype, monkeypatch):
+    monkeypatch.setattr(
+        "sparse24_kernels.hard_problems.PATTERNS", ((2, 4), (6, 8))
+    )  # that it has, and has no kernel for
+    check(operator, gpu.OPERATORS, CPU, dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_compiled_kernel_equals_reference(case):
-    check(case, torch.device("cuda"))
+@every_operator
+@every_dtype
+def test_compiled_kernel_equals_reference(operator, dtype):
+    check(operator, gpu.OPERATORS, torch.device("cuda"), dtype)
 
 
 @pytest.mark.parametrize("table", [gpu.OPERATORS, cpu.OPERATORS], ids=["gpu", "cpu"])
-def test_operators_have_the_arguments_of_the_reference_and_a_case(table):
-    tested = {case.function.split(".")[1] for case in ALL_CASES}
-    tested |= {"masked_decay_", "packed_mm"}  # cpu/test_prune.py, test_cpu_backend.py
+def test_operators_have_the_arguments_of_the_reference(table):
     for name, function in vars(table).items():
         if function is not None:
             theirs = getattr(reference.OPERATORS, name)
-            assert inspect.signature(function) == inspect.signature(theirs) and name in tested, name
+            assert inspect.signature(function) == inspect.signature(theirs), name
 
 
-def test_a_wrong_kernel_is_caught(monkeypatch):
-    """The check itself: one flipped bit, an element that was never written, a value that is slightly off."""
-    case = Case("masks.nm_mask", "", lambda device: (draw(device, (64, 64)), 2, 4, 1, True))
-    kernel, scale = gpu.OPERATORS.nm_mask, gpu.OPERATORS.s_ste_scale
-
-    def flipped(*arguments):
-        mask = kernel(*arguments)
-        mask[3, 5] ^= 1
-        return mask
-
-    def use(**functions):
-        monkeypatch.setattr(gpu, "OPERATORS", dataclasses.replace(gpu.OPERATORS, **functions))
-
-    use(nm_mask=flipped)
-    with pytest.raises(AssertionError, match=r"1 of 512 elements differ, first \d+ at \[3, 5\]"):
-        check(case, CPU)
-    case = Case("prune.s_ste_scale", "", lambda device: (draw(device, (64, 64)), 2, 4, 1, "mse"), exact=False)
-    use(s_ste_scale=lambda *arguments: scale(*arguments) * (1 + 1e-5))
-    with pytest.raises(AssertionError, match="worse than the reference's"):
-        check(case, CPU)
-    use(unpack_nm=lambda values, *_: torch.empty(len(values), 2 * values.shape[1]))
-    unwritten = next(case for case in ALL_CASES if case.function == "packed.unpack_nm")
-    with pytest.raises(AssertionError, match="differ"):
-        check(unwritten, CPU)
+def same(operator: str, *arguments) -> None:
+    assert compare(operator, getattr(gpu.OPERATORS, operator), arguments) == ""
 
 
 floats = st.sampled_from(
     [0.0, -0.0, 1.0, -1.0, 2.0, 2.0 + 2**-22, 1e-45, -1e-40, 65504.0, 3e38, float("inf"), float("nan")]
 )
-dtypes = st.sampled_from(DTYPES)
+dtypes = st.sampled_from(KERNEL_DTYPES)
 
 
 @st.composite
@@ -88,16 +70,14 @@ def matrices(draw, multiple: int):
 @settings(max_examples=40, deadline=None)
 def test_masks_of_any_values(matrix, columns, packed):
     matrix = matrix.t().contiguous() if columns else matrix
-    check(Case("masks.nm_mask", "any", lambda _: (matrix, 2, 4, 0 if columns else 1, packed)), CPU)
+    same("nm_mask", matrix, 2, 4, 0 if columns else 1, packed)
 
 
 @given(matrices(4), st.sampled_from(["magnitude", "soft-threshold"]), dtypes)
 @settings(max_examples=40, deadline=None)
 def test_pruning_any_values(matrix, rule, dtype):
-    scale = torch.tensor(1.5)
-    check(
-        Case("prune.prune", "any", lambda _: (matrix, rule, 2, 4, 1, None, scale, dtype, ["dense", "transposed"])), CPU
-    )
+    forms = ["dense", "transposed"]
+    same("prune", matrix, Pruning(rule, dim=1, scale=torch.tensor(1.5), dtype=dtype, forms=forms))
 
 
 @given(matrices(4), st.booleans())
@@ -105,11 +85,10 @@ def test_pruning_any_values(matrix, rule, dtype):
 def test_transposable_masks_of_any_values(matrix, packed):
     square = matrix.repeat(4, 1)
     square = torch.cat([row.roll(i, 0) for i, row in enumerate(square.split(1))])
-    check(Case("transposable.transposable_mask", "any", lambda _: (square, 2, 4, "exact", packed)), CPU)
+    same("transposable_mask", square, 2, 4, "exact", packed)
 
 
 @given(matrices(1), st.sampled_from([(2, 4), (1, 2)]), st.integers(0, 1), st.integers(-(2**63), 2**63 - 1))
 @settings(max_examples=40, deadline=None)
 def test_mvue_of_any_values_by_the_same_random_numbers(matrix, pattern, dim, key):
-    arguments = (matrix, torch.tensor(key), *pattern, dim, "exact", "dense")
-    check(Case("mvue.mvue", "any", lambda _: arguments), CPU)
+    same("mvue", matrix, torch.tensor(key), *pattern, dim, "exact", "dense")

@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from .. import reference
 from ..formats import FORMS, OPERAND_MULTIPLE, empty_mask, form_shape, mask_bytes
+from ..operators import Pruning
 from .library import DTYPES, addresses, loaded
 from .memory import reused_memory
 
@@ -19,20 +20,11 @@ _RULES = (*_PRUNING, "nm-mask", "mvue", "transposable", "pack-bits", "decay", "d
 LARGEST_M = 64
 
 
-def prune(
-    weight: Tensor,
-    rule: str,
-    n: int,
-    m: int,
-    dim: int,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    forms: list[str],
-) -> list[Tensor]:
-    """The pruned weight in each of `forms`."""
+def prune(weight: Tensor, how: Pruning) -> list[Tensor]:
+    """The pruned weight in each form."""
+    rule, n, m, dim, mask, scale, dtype, forms = how
     if dtype not in DTYPES or m > LARGEST_M:
-        return reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, forms)
+        return reference.prune.prune(weight, how)
     if mask is not None:  # it has no groups
         rule, n, m, dim = "mask" if mask.dtype == torch.bool else "bits", 2, 4, weight.dim() - 1
     factor = 1.0 if scale is None else float(scale)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import FORMS, form_shape
+from ..operators import Pruning
 from .compressed import store_compressed
 from .groups import (
     LAUNCH,
@@ -26,21 +27,12 @@ from .groups import (
 
 
 @on_its_device
-def prune(
-    weight: Tensor,
-    rule: str,
-    n: int,
-    m: int,
-    dim: int,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    forms: list[str],
-) -> list[Tensor]:
+def prune(weight: Tensor, how: Pruning) -> list[Tensor]:
     """Every form in one pass: the weight is read once, each result written once. The reference makes packed forms, and
     prunes in groups that are not 2:4."""
+    rule, n, m, dim, mask, scale, dtype, forms = how
     if (rule != "mask" and (n, m) != (2, 4)) or any("packed" in form for form in forms):
-        (pruned,) = reference.prune.prune(weight, rule, n, m, dim, mask, scale, dtype, ["dense"])
+        (pruned,) = reference.prune.prune(weight, how._replace(forms=["dense"]))
         return [in_form(pruned, form) for form in forms]
     # A mask has no groups, and its packed bits are those of the last dimension.
     matrix, along = as_matrix(weight, max(weight.dim() - 1, 0) if rule == "mask" else dim)
@@ -69,7 +61,7 @@ def prune(
 def in_form(pruned: Tensor, form: str) -> Tensor:
     """A pruned tensor in a form. The two largest of a group are those that are there."""
     if "sm90" in form:
-        return prune(pruned, "magnitude", 2, 4, FORMS[form] or 0, None, None, pruned.dtype, [form])[0]
+        return prune(pruned, Pruning("magnitude", dim=FORMS[form] or 0, dtype=pruned.dtype, forms=[form]))[0]
     return reference.packed.in_form(pruned, form)
 
 

@@ -3,22 +3,14 @@
 import torch
 from torch import Tensor
 
+from ..operators import Pruning
 from .masks import as_bool, nm_mask
 from .packed import in_form
 
 
-def prune(
-    weight: Tensor,
-    rule: str,
-    n: int,
-    m: int,
-    dim: int,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    forms: list[str],
-) -> list[Tensor]:
-    """The pruned weight in each of `forms`."""
+def prune(weight: Tensor, how: Pruning) -> list[Tensor]:
+    """The pruned weight in each form."""
+    rule, n, m, dim, mask, scale, dtype, forms = how
     if rule == "soft-threshold":
         pruned = soft_threshold(weight, n, m, dim, scale)
     else:

@@ -7,35 +7,31 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 from hypothesis import given, settings
-from kernel_cases import all_cases, assert_same_bits, check
-from sparse24_kernels import cpu, dispatch, reference
+from kernel_cases import assert_same_bits, check
+from sparse24_kernels import cpu, dispatch, hard_problems, reference
 from sparse24_kernels.cpu import prune
 from sparse24_kernels.cpu.library import load
-
-from recipes.benchmarks.cases import DTYPES, FP32, SPECIAL, draw
+from sparse24_kernels.operators import Pruning
 
 LIBRARY = load()
 SAME = ("amx", "avx512_bf16")  # prune as avx512 does
 PATHS = [] if isinstance(LIBRARY, str) else [path for path in LIBRARY.paths if path not in SAME]
 CPU = torch.device("cpu")
-NAMES = ("nm_mask", "transposable_mask", "prune", "mvue")  # the packed ones differ in the last bits
-CASES = [case for case in all_cases() if case.function.split(".")[1] in NAMES]
+DTYPES = dispatch.KERNEL_DTYPES
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 every_path = pytest.mark.parametrize("path", PATHS)
 
 
-def equal_to_reference(name: str, *arguments) -> None:
-    ours, theirs = (getattr(package.OPERATORS, name)(*arguments) for package in (cpu, reference))
-    for own, other in zip(*([found] if isinstance(found, torch.Tensor) else found for found in (ours, theirs))):
-        assert (own.shape, own.dtype) == (other.shape, other.dtype) and own.is_contiguous()
-        assert_same_bits(own, other, name)
+def equal_to_reference(operator: str, *arguments) -> None:
+    assert hard_problems.compare(operator, getattr(cpu.OPERATORS, operator), arguments) == ""
 
 
 @every_path
-def test_kernels_equal_the_reference(path):
+@pytest.mark.parametrize("operator", [name for name, f in vars(cpu.OPERATORS).items() if f is not None])
+def test_kernels_equal_the_reference(operator, path):
     with patch.object(LIBRARY, "path", path):
-        for case in CASES:
-            check(case, CPU, cpu)
+        for dtype in DTYPES:
+            check(operator, cpu.OPERATORS, CPU, dtype)
 
 
 @every_path
@@ -85,7 +81,7 @@ def tensors(draw_, multiple: int, dims: tuple[int, ...] = (1, 2, 3)) -> tuple[to
     generator = torch.Generator().manual_seed(draw_(st.integers(0, 2**31)))
     order = draw_(st.permutations(range(count)))
     x = torch.randn([shape[i] for i in order], generator=generator) * 10.0 ** draw_(st.integers(-42, 38))
-    values = torch.tensor([*SPECIAL, 65504.0, 6e-8, -6e-5])
+    values = torch.tensor([0, -0.0, 1, -1, 2, 1e-45, -1e-38, 3e38, -torch.inf, torch.nan, 65504.0, 6e-8, -6e-5])
     chosen = values[torch.randint(len(values), x.shape, generator=generator)]
     share = draw_(st.sampled_from([0.0, 0.05, 1.0]))
     x = torch.where(torch.rand(x.shape, generator=generator) < share, chosen, x)
@@ -109,18 +105,18 @@ def test_pruning_anything(path, of, dtype, rule, transposed):
     (weight, dim), scale = of, torch.tensor(-1.7).to(dtype) if rule == "soft-threshold" else None
     forms = ["transposed", "dense"] if transposed and weight.dim() == 2 else ["dense"]
     with patch.object(LIBRARY, "path", path):
-        equal_to_reference("prune", weight, rule, 2, 4, dim, None, scale, dtype, forms)
+        equal_to_reference("prune", weight, Pruning(rule, 2, 4, dim, None, scale, dtype, forms))
 
 
 @given(paths, tensors(1), st.sampled_from(DTYPES), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_masking_anything(path, of, dtype, bits, strided):
     weight = of[0]
-    mask = draw(CPU, tuple(weight.shape), kind="ties") > 0
+    mask = torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) > 0.3
     mask = mask.mT.contiguous().mT if strided and mask.dim() > 1 else mask
     mask = reference.masks.pack_bits(mask) if bits else mask
     with patch.object(LIBRARY, "path", path):
-        equal_to_reference("prune", weight, "mask", 2, 4, weight.dim() - 1, mask, None, dtype, ["dense"])
+        equal_to_reference("prune", weight, Pruning("mask", dim=weight.dim() - 1, mask=mask, dtype=dtype))
 
 
 @given(paths, tensors(1), st.integers(-(2**63), 2**63 - 1), st.booleans())
@@ -167,7 +163,7 @@ def test_any_number_of_threads_gives_the_same_bits(path):
 def test_decay_of_anything(path, of, bits, itself, alpha, kind):
     weight = of[0] if kind == 3 else of[0].float()
     grad = torch.randn(weight.shape) * 10.0 ** (10 * kind - 10)
-    mask = draw(CPU, tuple(weight.shape), kind="ties") > 0
+    mask = torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) > 0.3
     mask = reference.masks.pack_bits(mask) if bits else mask
     ours, theirs = ((weight.clone(), None) if itself else (grad.clone(), weight) for _ in range(2))
     with patch.object(LIBRARY, "path", path):
@@ -203,8 +199,8 @@ def test_what_the_kernels_do_not_take_is_the_references():
     x, key = torch.randn(16, 24), torch.tensor(3)
     for arguments in ((1, 2, 0, "exact", "dense"), (2, 4, 1, "approx", "dense")):
         equal_to_reference("mvue", x, key, *arguments)
-    equal_to_reference("prune", x, "magnitude", 2, 4, 1, None, None, torch.float64, ["dense"])
-    equal_to_reference("prune", x.repeat(8, 3), "magnitude", 3, 72, 1, None, None, FP32, ["dense"])
+    equal_to_reference("prune", x, Pruning("magnitude", dim=1, dtype=torch.float64))
+    equal_to_reference("prune", x.repeat(8, 3), Pruning("magnitude", 3, 72, 1))
     equal_to_reference("nm_mask", x.repeat(8, 3), 3, 72, 1, False)
     wide = x.double()
     assert torch.equal(kernels.nm_prune(wide), wide * reference.masks.nm_mask(wide, 2, 4, 1, False))
