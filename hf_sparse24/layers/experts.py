@@ -87,7 +87,7 @@ class SparseExperts(StackedExperts, SparseModule):
             run.expect_controller()
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
-        wanted = [Wanted(PRUNED, "dense", None)]
+        wanted = [Wanted(PRUNED)]
         pruned = [weight.encoded(wanted, weight.parameter.dtype, tokens)[0] for weight in weights]
         self.running.append({weight.name: weight.storage.out_in(x) for weight, x in zip(weights, pruned)})
         try:

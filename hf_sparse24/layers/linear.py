@@ -163,7 +163,7 @@ class Sparse24Layer(SparseModule):
 
 
 def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:
-    return Wanted(gemm.weight or PRUNED, gemm.weight_form(plan), plan.backend if plan.is_sparse else None)
+    return Wanted(gemm.weight or PRUNED, gemm.weight_form(plan), plan.backend)
 
 
 class Sparse24Linear(Sparse24Layer, nn.Linear):

@@ -61,7 +61,7 @@ def _grad_input_weight(packed: Packed, dtype: torch.dtype, method: Any) -> Tenso
     if method is None or method.gemms.grad_input.weight == PRUNED:
         return kernels.unpack_nm(packed.to(dtype))
     view = WeightView(kernels.unpack_nm(packed), 1, {})
-    return encode(method.prune_grad_input(view), view, method.pattern, {"dense": None}, dtype)[0]
+    return encode(method.prune_grad_input(view), view, method.pattern, dtype)[0]
 
 
 def _grad_values(grad: Tensor, x: Tensor, packed: Packed) -> Tensor:

@@ -42,7 +42,7 @@ def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> 
     With the `dtype` of a sparse layer's GEMM, it is the layer's own encoding."""
     if is_pruned(layer):
         sparse = layer.sparse24["weight"]
-        (weight,) = sparse.encoded([Wanted(PRUNED, "dense", None)], dtype or sparse.parameter.dtype, tokens)
+        (weight,) = sparse.encoded([Wanted(PRUNED)], dtype or sparse.parameter.dtype, tokens)
         return weight
     return out_in(layer, layer.weight.detach())
 

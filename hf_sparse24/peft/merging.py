@@ -72,7 +72,7 @@ class Unmerged:
         if self.sparse is not None:
             (view,) = self.sparse.storage.views(weight, self.state)
             method = self.sparse.method
-            (weight,) = encode(method.prune(view), view, method.pattern, {"dense": None}, weight.dtype)
+            (weight,) = encode(method.prune(view), view, method.pattern, weight.dtype)
         return out_in(self.layer, weight)
 
     @torch.no_grad()

@@ -21,15 +21,16 @@ from typing import NamedTuple
 
 import torch
 from sparse24_kernels.gemm import GemmBackend
+from sparse24_kernels.gemm.backend import DENSE
 from torch import Tensor, nn
 
 
 class Wanted(NamedTuple):
-    """An encoding that a GEMM asks for: `Gemm.weight`, `Gemm.weight_form`, and who stores it."""
+    """An encoding that a GEMM asks for: `Gemm.weight`, `Gemm.weight_form`, and the backend that stores it."""
 
     operand: str
-    form: str
-    backend: GemmBackend | None
+    form: str = "dense"
+    backend: GemmBackend = DENSE
 
 
 class _Kept(NamedTuple):
@@ -59,7 +60,7 @@ class Encodings:
         tensors: Sequence[Tensor],
         tokens: int,
         step: object | None,
-        make: Callable[[str, Mapping[str, GemmBackend | None]], Sequence[Tensor]],
+        make: Callable[[Sequence[Wanted]], Sequence[Tensor]],
         keep: bool = True,
     ) -> list[Tensor]:
         """The wanted encodings of `tensors`, from memory where they are valid, unless `keep` is False.
@@ -68,18 +69,14 @@ class Encodings:
         """
         keep = keep and _may_be_kept(step, tensors)
         kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
-        missing: dict[str, dict[str, GemmBackend | None]] = {}
+        missing: dict[str, list[Wanted]] = {}
         for one in wanted:
             if one not in kept.tensors:
-                missing.setdefault(one.operand, {})[one.form] = one.backend
+                missing.setdefault(one.operand, []).append(one)
         if missing:
             # What is made in inference mode could not be used in training.
             with torch.inference_mode(False) if keep else nullcontext():
-                made = {
-                    Wanted(operand, form, forms[form]): tensor
-                    for operand, forms in missing.items()
-                    for form, tensor in zip(forms, make(operand, forms))
-                }
+                made = {one: tensor for ones in missing.values() for one, tensor in zip(ones, make(ones))}
             kept = kept._replace(tensors={**kept.tensors, **made})
         if keep:
             self._kept = kept

@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
+from sparse24_kernels.formats import turned
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
-from sparse24_kernels.gemm.backend import DENSE, encode_one, pruned_form
+from sparse24_kernels.gemm.backend import DENSE, encode_one
 from torch import Tensor
 
 HARDWARE_PATTERN = Pattern(2, 4)
@@ -90,10 +91,8 @@ class Gemm:
         return plan_gemm(problem, device, backend)
 
     def weight_form(self, plan: GemmPlan) -> str:
-        """In which form the plan takes the weight operand: `"dense"`, or compressed along what this GEMM contracts."""
-        if not plan.is_sparse:
-            return "dense"
-        return "compressed" if self.name == "output" else "compressed-transposed"
+        """The form of the weight `[out, in]` that the plan takes. The grad_input GEMM's operand is its transpose."""
+        return turned(plan.form) if plan.is_sparse and self.name != "output" else plan.form
 
     def prune(self, operand: Tensor, dim: int, key: Tensor | None) -> Tensor:
         """The operand that is no weight, pruned by the estimator in groups along `dim`: a dense tensor with zeros.
@@ -112,7 +111,7 @@ class Gemm:
     def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
         """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        form = pruned_form(plan.backend, operand, dim == 0, operand.dtype)
+        form = turned(plan.form) if dim == 0 else plan.form
         estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
         return encode_one(plan.backend, estimate, form)
 

@@ -1,6 +1,6 @@
 """Rules: how a weight becomes N:M, as data. A method returns one; the library makes it in the forms that GEMMs take."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,15 +8,12 @@ import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
 from sparse24_kernels.gemm import GemmBackend
-from sparse24_kernels.gemm.backend import encode_one, pruned_form
+from sparse24_kernels.gemm.backend import DENSE, encode_one
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor
 
 from .gemms import PRUNED
 from .storage import WeightView
-
-Forms = Mapping[str, GemmBackend | None]
-"""Forms of a matrix: `"dense"`; `"compressed"` and `"compressed-transposed"` with the backend that stores them."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,15 @@ class Values:
 Rule = Magnitude | SoftThreshold | Mask | Values
 
 
-def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: torch.dtype) -> list[Tensor]:
-    """What a rule makes of a weight, in each of `forms` and in `dtype`, by one pass over the weight. Never -0.0."""
+def encode(
+    rule: Rule,
+    view: WeightView,
+    pattern: Pattern,
+    dtype: torch.dtype,
+    forms: Sequence[tuple[str, GemmBackend]] = (("dense", DENSE),),
+) -> list[Tensor]:
+    """The pruned weight, in each form of `formats.FORMS` as the backend beside it stores it, by one pass over the
+    weight. Never -0.0."""
     matrix, kind = view.matrix, "magnitude"
     arguments: dict[str, Any] = {}
     if isinstance(rule, SoftThreshold):
@@ -61,14 +65,9 @@ def encode(rule: Rule, view: WeightView, pattern: Pattern, forms: Forms, dtype: 
         kind, arguments = "mask", {"mask": rule.mask}
     elif isinstance(rule, Values):
         matrix, kind, arguments = rule.values, "mask", {"mask": rule.values != 0}
-    pruned = {
-        form: "dense" if backend is None else pruned_form(backend, matrix, form == "compressed-transposed", dtype)
-        for form, backend in forms.items()
-    }
-    wanted = list(dict.fromkeys(pruned.values()))
+    wanted = list(dict.fromkeys(form for form, _ in forms))
     made = dict(zip(wanted, prune_forms(matrix, wanted, kind, *pattern, view.dim, dtype=dtype, **arguments)))
-    results = ((forms[form], made[how], how) for form, how in pruned.items())
-    return [result if backend is None else encode_one(backend, result, how) for backend, result, how in results]
+    return [encode_one(backend, made[form], form) for form, backend in forms]
 
 
 def mask_of(rule: Rule, view: WeightView, pattern: Pattern, packed: bool) -> Tensor:

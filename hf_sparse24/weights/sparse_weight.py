@@ -22,18 +22,16 @@ from typing import Any, Self, cast
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Pattern
-from sparse24_kernels.formats import empty_mask
+from sparse24_kernels.formats import empty_mask, turned
+from sparse24_kernels.gemm.backend import DENSE
 from torch import Tensor, nn
 
 from . import sharding
 from .encodings import Encodings, Wanted
 from .gemms import GRAD_INPUT, PRUNED
-from .rules import Forms, check_rule, encode, method_mask
+from .rules import check_rule, encode, method_mask
 from .state import WeightState
 from .storage import DenseMaster, Storage, WeightView
-
-_OF_STORED = {"compressed": "compressed-transposed", "compressed-transposed": "compressed", "dense": "dense"}
-"""Forms of a weight `[out, in]` by the forms of its transpose, as which it may be stored."""
 
 
 class SparseWeight:
@@ -164,7 +162,7 @@ class SparseWeight:
     @torch.no_grad()
     def pruned(self) -> Tensor:
         """The N:M weight that stands for the master weight: its shape, dtype and layout, never -0.0."""
-        (dense,) = self._encode(self.parameter.dtype, PRUNED, {"dense": None})
+        (dense,) = self._encode(self.parameter.dtype, [Wanted(PRUNED)])
         return self.storage.out_in(dense)
 
     @torch.no_grad()
@@ -196,26 +194,27 @@ class SparseWeight:
         return self.__dict__ | {"rng_key": None}  # its controller's
 
     @torch.no_grad()
-    def _encode(self, dtype: torch.dtype, operand: str, forms: Forms) -> list[Tensor]:
-        """A weight operand `[..., out, in]` in the forms that GEMMs take. The first time, checks that it is N:M."""
+    def _encode(self, dtype: torch.dtype, wanted: Sequence[Wanted]) -> list[Tensor]:
+        """One operand `[..., out, in]` in the forms that GEMMs take. The first time, checks that it is N:M."""
         if not self.state.is_ready:
             call = "call init_state() on each of hf_sparse24.sparse_weights(model).values() once they have weights"
             raise RuntimeError(f"it was patched on the meta device and has no state yet; load a checkpoint, or {call}")
         sharding.check_supported(self.name, self.master)
-        method = self.method
+        method, operand = self.method, wanted[0].operand
         checks = operand not in self._checked
         checks = checks and not (torch.compiler.is_compiling() or self.parameter.is_meta)
-        stored = forms if self.input_dim == -1 else {_OF_STORED[form]: how for form, how in forms.items()}
-        made = []
+        forms, made = [(one.form, one.backend) for one in wanted], []
+        if self.input_dim != -1:  # stored as the transpose
+            forms = [(form if backend is DENSE else turned(form), backend) for form, backend in forms]
         for view in self.views():
             rule = method.prune_grad_input(view) if operand == GRAD_INPUT else method.prune(view)
             if checks:
                 check_rule(rule, view, method, operand, self.name)
-            made.append(encode(rule, view, self.pattern, stored, dtype))
+            made.append(encode(rule, view, self.pattern, dtype, forms))
         if checks:
             self._checked |= {operand}
         tensors = [self.storage.stacked(list(each)) for each in zip(*made)]
-        return [self.storage.out_in(x) if form == "dense" else x for form, x in zip(forms, tensors)]
+        return [self.storage.out_in(x) if one.backend is DENSE else x for one, x in zip(wanted, tensors)]
 
 
 def _fresh_state(weight: SparseWeight) -> dict[str, Tensor]:

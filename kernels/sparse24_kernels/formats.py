@@ -152,6 +152,13 @@ def form_shape(form: str, shape: torch.Size) -> Sequence[int]:
     return rows, stored.get(form.removesuffix("-transposed"), columns)
 
 
+def turned(form: str) -> str:
+    """The form of the transpose: what is `"packed"` of a matrix is `"packed-transposed"` of its transpose."""
+    if form in ("dense", "transposed"):
+        return "transposed" if form == "dense" else "dense"
+    return form.removesuffix("-transposed") if "transposed" in form else f"{form}-transposed"
+
+
 def split_operand(operand: Tensor) -> tuple[Tensor, Tensor]:
     """The values `[R, K/2]` and the mask `[R, K/8]` of a packed form: views."""
     rows, k = len(operand), operand.shape[1] * 32 // 17

@@ -11,8 +11,9 @@ from typing import Any
 
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.gemm import GemmBackend, GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
-from sparse24_kernels.gemm.backend import DENSE, Operand, encode_one, pruned_form
+from sparse24_kernels.formats import turned
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
+from sparse24_kernels.gemm.backend import Operand, encode_one
 from sparse24_kernels.gemm.problem import Algorithm
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn
@@ -82,20 +83,19 @@ class Operands:
         self.plan: GemmPlan = plan_gemm(layer.problems()[name], device, "cusparselt")
         self.scale, self.key = kernels.s_ste_scale(self.weight), torch.tensor(7, device=device)
         self.mask = kernels.transposable_mask(self.weight, packed=True)
-        self.packed = self.encoded(self.plan.backend) if self.plan.is_sparse else None
+        self.packed = self.encoded(self.plan) if self.plan.is_sparse else None
 
-    def pruned(self, backend: GemmBackend = DENSE) -> tuple[Tensor, str]:
-        """`a` with its zeros in the form that a backend takes, and that: by S-STE's rule, T-SR-STE's mask, or MVUE."""
-        source = self.grad if self.name == "grad_weight" else self.weight
-        form = pruned_form(backend, source, self.name != "output", source.dtype)
+    def pruned(self, form: str = "dense") -> Tensor:
+        """`a` with its zeros, in a form: by S-STE's rule, T-SR-STE's mask, or MVUE."""
+        form = form if self.name == "output" else turned(form)
         if self.name == "grad_weight":
-            return kernels.mvue(self.grad, dim=0, key=self.key, form=form), form
+            return kernels.mvue(self.grad, dim=0, key=self.key, form=form)
         soft = {"rule": "soft-threshold", "scale": self.scale}
         rule: dict[str, Any] = soft if self.name == "output" else {"rule": "mask", "mask": self.mask}
-        return prune_forms(self.weight, [form], **rule)[0], form
+        return prune_forms(self.weight, [form], **rule)[0]
 
-    def encoded(self, backend: GemmBackend) -> Operand:
-        return Operand(encode_one(backend, *self.pruned(backend)))
+    def encoded(self, plan: GemmPlan) -> Operand:
+        return Operand(encode_one(plan.backend, self.pruned(plan.form), plan.form))
 
     def dense(self, a: Tensor, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         if self.name == "grad_weight":
@@ -103,7 +103,7 @@ class Operands:
         return nn.functional.linear(convert(self.b), convert(a), None if self.bias is None else convert(self.bias))
 
     def sparse(self, plan: GemmPlan, packed: Operand | None = None) -> Tensor:
-        operand = self.encoded(plan.backend) if packed is None else packed
+        operand = self.encoded(plan) if packed is None else packed
         if self.name == "grad_weight":
             return kernels.sparse_mm(operand, self.b, plan=plan)
         return kernels.sparse_linear(self.b, operand, self.bias, plan=plan)
@@ -111,7 +111,7 @@ class Operands:
     def check(self, plan: GemmPlan) -> None:
         """Assert that the sparse GEMM is as exact as dense math."""
         assert self.packed is not None, plan.reason
-        pruned, _ = self.pruned()
+        pruned = self.pruned()
         assert_three_way(
             self.sparse(plan, self.packed), self.dense(pruned), self.dense(pruned, Tensor.float), self.name
         )

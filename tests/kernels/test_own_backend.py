@@ -6,7 +6,15 @@ import sparse24_kernels as kernels
 import torch
 from backends import unregister_backend
 from sparse24_kernels import dispatch
-from sparse24_kernels.gemm import compress, linear_problem, mm_problem, plan_gemm, plan_packed, register_backend
+from sparse24_kernels.gemm import (
+    GemmPlan,
+    compress,
+    linear_problem,
+    mm_problem,
+    plan_gemm,
+    plan_packed,
+    register_backend,
+)
 from sparse24_kernels.gemm import packed as packed_gemm
 from sparse24_kernels.gemm.backend import DENSE, Operand, backend_names, encode_one
 from sparse24_kernels.operators import Operators
@@ -37,7 +45,7 @@ def fp32(monkeypatch):
 
 def test_a_backend_is_chosen_by_name(fp32):
     plan = plan_gemm(PROBLEM, CPU, "fp32")
-    assert plan == (fp32, "requested; sums in fp32", None) and plan.is_sparse
+    assert plan == GemmPlan(fp32, "requested; sums in fp32") and plan.is_sparse
     weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(16, 32).to(BF16), torch.randn(48)
     expected = (linear(x.float(), weight.float()) + bias.to(BF16).float()).to(BF16)
     packed = kernels.pack_nm(weight)
@@ -50,9 +58,9 @@ def test_a_backend_is_chosen_by_name(fp32):
 def test_what_it_refuses_is_dense_with_its_reason(fp32):
     assert plan_gemm(PROBLEM, CPU).backend is DENSE, "auto asks no backend that did not want to be asked"
     plan = plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU, "fp32")
-    assert plan == (DENSE, "fp32 gains nothing for torch.float32", None)
+    assert plan == GemmPlan(DENSE, "fp32 gains nothing for torch.float32")
     plan = plan_gemm(mm_problem(48, 32, 16, BF16), CPU, "fp32")
-    assert plan == (DENSE, "fp32 has linear layers only", None)
+    assert plan == GemmPlan(DENSE, "fp32 has linear layers only")
     with pytest.raises(NotImplementedError, match="backend='fp32' planned a GEMM that it has no method for"):
         fp32.mm(Operand(torch.ones(4, 4)), torch.ones(4, 4), plan)
 

@@ -108,7 +108,7 @@ def test_an_operation_that_raises_is_recorded_and_the_run_goes_on(tiny, tmp_path
 
     sizes = {str(workload): workload.bytes() for workload in tiny}
     monkeypatch.setattr(operations.Workload, "bytes", lambda workload: sizes[str(workload)])
-    monkeypatch.setitem(operations.PUBLIC, "prune.s_ste_scale", broken)
+    monkeypatch.setitem(operations.PUBLIC, "s_ste_scale", broken)
     code, result, text = run(tmp_path, "kernels")
     rows = result["sections"]["kernels"]["rows"]
     assert code == 0

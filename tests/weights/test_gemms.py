@@ -153,7 +153,7 @@ def test_every_method_gives_every_form(stand_in, method, conv1d):  # noqa: F811
         assert plan.is_sparse == (gemm.sparse == "weight")
         if not plan.is_sparse:
             continue
-        wanted = [Wanted(gemm.weight, "dense", None), Wanted(gemm.weight, gemm.weight_form(plan), plan.backend)]
+        wanted = [Wanted(gemm.weight), Wanted(gemm.weight, gemm.weight_form(plan), plan.backend)]
         dense, compressed = weight.encoded(wanted, torch.bfloat16, 16)
         assert dense.shape == (48, 32) and is_nm_sparse(dense, dim=-1 if gemm.name == "output" else 0)
         matrix = dense if gemm.name == "output" else dense.t()

@@ -72,20 +72,6 @@ class GemmBackend(Protocol):
         """
         ...
 
-    def form(self, m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-        """The form (`formats.FORMS`) in which pruning makes an operand, without `-transposed`.
-
-        Args:
-            m: rows of the operand.
-            k: columns, along which it is 2:4.
-            dtype: of the GEMM.
-            device: where it is.
-
-        Returns:
-            A form that `linear` and `mm` take as it is, or `"dense"`, which goes through `encode`.
-        """
-        return "dense"
-
     def encode(self, matrix: Tensor | Packed) -> Operand:
         """The operand that `linear` and `mm` take, of a 2:4 matrix. The default keeps it dense.
 
@@ -136,11 +122,14 @@ class GemmPlan(NamedTuple):
         backend: what encodes the sparse operand and runs the GEMM.
         reason: in words, with the measured times where there are any.
         algorithm: the library's algorithm, for backends that have several.
+        form: of `formats.FORMS`, in which pruning makes the operand `[m, k]`. `linear` and `mm` take it as it is, but
+            `"dense"`, which goes through `encode`.
     """
 
     backend: GemmBackend
     reason: str
     algorithm: Algorithm | None = None
+    form: str = "dense"
 
     @property
     def is_sparse(self) -> bool:
@@ -206,17 +195,8 @@ def find_backend(name: str, device: torch.device) -> GemmBackend:
     return backend
 
 
-def pruned_form(backend: GemmBackend, matrix: Tensor, is_transposed: bool, dtype: torch.dtype) -> str:
-    """The form (`formats.FORMS`) in which pruning makes a matrix, or its transpose, for `encode_one`."""
-    m, k = matrix.shape[::-1] if is_transposed else matrix.shape
-    form = backend.form(m, k, dtype, matrix.device)
-    if is_transposed:
-        return "transposed" if form == "dense" else f"{form}-transposed"
-    return form
-
-
 def encode_one(backend: GemmBackend, matrix: Tensor, form: str) -> Tensor:
-    """A pruned matrix in its `pruned_form` as the backend stores it, for callers that keep one tensor."""
+    """A pruned matrix in a form as the backend stores it, for callers that keep one tensor."""
     if form not in ("dense", "transposed"):
         return matrix
     values, mask, scale, _ = backend.encode(matrix)

@@ -32,10 +32,7 @@ class CpuBackend(GemmBackend):
 
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
         verdict = _verdict(problem, device, requested)
-        return verdict if isinstance(verdict, str) else GemmPlan(self, verdict.reason)
-
-    def form(self, m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-        return "packed"
+        return verdict if isinstance(verdict, str) else GemmPlan(self, verdict.reason, form="packed")
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         return Operand(cpu_kernels.compress(super().encode(matrix).values))
@@ -65,20 +62,14 @@ class CusparseltBackend(GemmBackend):
             algorithm, wrong = Algorithm(), autotune.wrong_default(device, problem.dtype, problem.transposed)
         if algorithm is None or wrong:
             return f"requested; {wrong or verdict.reason}"
-        # These ask the library now, not during CUDA graph capture.
-        _columns(problem.m, problem.k, problem.dtype, device)
-        autotune.kernels_compress(device, problem.dtype)
-        return GemmPlan(self, verdict.reason, algorithm)
-
-    def form(self, m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-        fits = m % SM90_MULTIPLE == 0 and k % SM90_MULTIPLE == 0 and autotune.kernels_compress(device, dtype)
-        return "sm90" if fits and _columns(m, k, dtype, device) == cusparselt.unpadded_columns(k) else "dense"
+        # This asks the library now, not during CUDA graph capture.
+        return GemmPlan(self, verdict.reason, algorithm, _form(problem.m, problem.k, problem.dtype, device))
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         matrix = super().encode(matrix).values
         m, k = matrix.shape
         cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
-        if self.form(m, k, matrix.dtype, matrix.device) == "sm90":  # the two largest of a group are what is there
+        if _form(m, k, matrix.dtype, matrix.device) == "sm90":  # the two largest of a group are what is there
             return Operand(prune_forms(matrix, ["sm90"])[0])
         return Operand(cusparselt.compress(matrix, _columns(m, k, matrix.dtype, matrix.device)))
 
@@ -91,6 +82,13 @@ class CusparseltBackend(GemmBackend):
     def mm(self, sparse: Operand, dense: Tensor, plan: GemmPlan) -> Tensor:
         cusparselt.check_compressible("sparse_mm", len(sparse.values), len(dense), dense.dtype, dense.device)
         return cusparselt.matmul(sparse.values, dense, None, False, *(plan.algorithm or Algorithm()))
+
+
+def _form(m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
+    """`"sm90"` where our kernels write what the library compresses, else `"dense"`."""
+    columns, compresses = _columns(m, k, dtype, device), autotune.kernels_compress(device, dtype)
+    fits = m % SM90_MULTIPLE == 0 and k % SM90_MULTIPLE == 0 and columns == cusparselt.unpadded_columns(k)
+    return "sm90" if fits and compresses else "dense"
 
 
 def _columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
