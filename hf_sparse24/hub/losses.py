@@ -1,4 +1,4 @@
-"""What a run and its dense control have logged: numbers by the step, and the last evaluation."""
+"""The log of a run and of its dense control: numbers by the step, and the last evaluation."""
 
 import os
 import re
