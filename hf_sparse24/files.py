@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def locked(directory: Path, message: str) -> Iterator[None]:
+def locked_directory(directory: Path, message: str) -> Iterator[None]:
     """Lock a directory, until the process ends at most. BlockingIOError with `message` where another has locked it."""
     if fcntl is None:
         yield

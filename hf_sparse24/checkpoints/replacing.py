@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from re import Pattern
 
-from ..files import locked
+from ..files import locked_directory
 
 STAGING = ".hf_sparse24-export"
 CONFIG = "config.json"
@@ -39,7 +39,7 @@ def replaced_model(directory: str | os.PathLike, outdated: Pattern[str]) -> Iter
     root = Path(os.path.realpath(directory))
     is_made = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
-    with locked(root, f"another process is exporting into {root}; let one process export"):
+    with locked_directory(root, f"another process is exporting into {root}; let one process export"):
         _settle(root)  # what a process that was killed has left
         new = root / STAGING / "new"
         new.mkdir(parents=True)

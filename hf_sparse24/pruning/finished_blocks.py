@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..files import locked, written_whole
+from ..files import locked_directory, written_whole
 from .block import Block
 from .replay import ModelInputs
 from .report import LayerReport
@@ -51,7 +51,7 @@ class FinishedBlocks:
                 raise ValueError(f"{given} {other}: name another directory, or delete it")
             if path.name == _FILE.format(len(self._paths)):  # what is behind a missing file is pruned again
                 self._paths[facts["block"]] = path
-        lock.enter_context(locked(self.directory, f"another process uses {given}: name another directory"))
+        lock.enter_context(locked_directory(self.directory, f"another process uses {given}: name another directory"))
 
     def __contains__(self, block: object) -> bool:
         return block in self._paths

@@ -38,7 +38,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.export import export_model
-from ..files import locked, read_json, written_whole
+from ..files import locked_directory, read_json, written_whole
 from ..hub.card import CARD, read_card, write_model_card
 from ..progress import Progress, get_logger, is_watched
 from ..pruning.calibration import evaluating
@@ -69,7 +69,7 @@ def prune(options: argparse.Namespace) -> int:
     print(job, flush=True)
     dense = _load(job, options.model, torch.bfloat16)  # of fp32, a teacher would be cast at every step
     _claim(job)
-    with locked(job.work, f"another process works in {job.work}: wait for it, or name another output"):
+    with locked_directory(job.work, f"another process works in {job.work}: wait for it, or name another output"):
         return _run(job, dense)
 
 

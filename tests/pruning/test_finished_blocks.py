@@ -10,7 +10,7 @@ from safetensors.torch import save
 from sparse_models import assert_same_state, snapshot
 
 from hf_sparse24 import oneshot
-from hf_sparse24.files import locked
+from hf_sparse24.files import locked_directory
 from hf_sparse24.pruning.finished_blocks import FinishedBlocks
 
 
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_named(damage, tmp_path):
 
 
 def test_one_process_at_a_time_uses_a_directory(tmp_path):
-    with locked(tmp_path, ""), pytest.raises(BlockingIOError, match="resume_dir="):
+    with locked_directory(tmp_path, ""), pytest.raises(BlockingIOError, match="resume_dir="):
         prune(zoo.build("llama"), resume_dir=tmp_path)
     for _ in range(2):
         prune(zoo.build("llama"), resume_dir=tmp_path)
