@@ -48,6 +48,7 @@ def test_round_trip_of_every_architecture(name, method, tmp_path):
         assert bool(sparse_weights(loaded)) == (what == "save")
 
 
+@pytest.mark.slow
 def test_fresh_process(tmp_path):
     """Nothing but `import hf_sparse24` and `from_pretrained`; the model trains on and generates."""
     model = patched(method="t-sr-ste")
