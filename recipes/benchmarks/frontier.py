@@ -50,7 +50,6 @@ ROWS = [*OURS, *LLAMA_CPP]
 CORPORA = ("validation", "validation_chat", "unseen_wikipedia", "unseen_documentation")
 DOCUMENTS = 16
 ENGINES = "recipes.benchmarks.engines"
-COMMAND = "python recipes/benchmarks/frontier.py"
 
 
 class Models:
@@ -180,7 +179,8 @@ def measure(options: argparse.Namespace, name: str, rows: list[str]) -> None:
             sizes = {"prompt": 8, "new": 4, "long prompt": 16} if options.quick else sizes
             seconds = 0 if options.quick else 8
             found["speed"] = {str(n): speed(variant, dense, n, sizes, seconds) for n in (2, 1)}
-            found |= about(COMMAND, Cpu().facts) | {"sizes": sizes, "peak GB": variant.ask(threads=1)["peak GB"]}
+            found |= about("python recipes/benchmarks/frontier.py", Cpu().facts)
+            found |= {"sizes": sizes, "peak GB": variant.ask(threads=1)["peak GB"]}
         variant.close()
         write(path, found)
         print(f"{name}, {row}: {found['bytes'] / 1e6:.0f} MB, {found.get('speed')}", flush=True)

@@ -25,13 +25,14 @@ from torch.utils._pytree import tree_leaves
 from . import cases
 from .cases import BF16, FP32
 from .sections import Row, Run, Section
+from .shapes import MODELS
 from .timing import Call
 
 Shape = tuple[int, int]
 Shapes = list[tuple[torch.dtype, Shape]]
 
-SIZES = ((768, 3072), (1024, 4096), (1280, 5120), (1600, 6400), (2048, 8192), (4096, 14336))
-"""Hidden x intermediate of GPT-2 124M, 355M, 774M and 1.5B, Llama 1B and 8B."""
+NAMES = ("GPT-2 124M", "GPT-2 355M", "GPT-2 774M", "GPT-2 1.5B", "Llama 1B", "Llama 8B")
+SIZES = [(MODELS[name].hidden, MODELS[name].inner) for name in NAMES]
 WEIGHTS: Shapes = list(product((FP32, BF16), SIZES))
 BF16_TOKENS: Shapes = [(BF16, shape) for shape in ((4096, 3072), (8192, 6400), (8192, 14336), (32768, 8192))]
 TOKENS: Shapes = [*BF16_TOKENS, (FP32, (8192, 6400))]  # tokens x features

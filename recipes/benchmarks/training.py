@@ -11,8 +11,7 @@ from .sections import Row, Run, Section
 from .shapes import MODELS
 from .timing import Call
 
-BATCH = (4, 2048)
-"""Sequences and their length."""
+BATCH = (4, 2048)  # sequences and their length
 
 
 class Steps(Section):

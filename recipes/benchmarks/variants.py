@@ -14,8 +14,6 @@ Loaded = tuple[Callable[..., dict[str, float]], dict[str, Any]]
 """What answers a request, and facts of what was loaded."""
 
 ANSWER = "answer: "
-
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
