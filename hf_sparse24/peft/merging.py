@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..extensions import adapters_in, is_adapter
 from ..layers.linear import Sparse24Layer
 from ..layers.packed import PackedLayer, pack_weight, unpack_weight
+from ..methods import ONESHOT_METHOD
 from ..progress import get_logger
 from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
@@ -155,7 +156,7 @@ def warn_of_filled_zeros(model: nn.Module) -> None:
     """Warn where a merge fills the zeros of weights that are sparse on their own, as those of a dense export are."""
     filled = [name for name, module in model.named_modules() if is_adapter(module) and _fills_zeros(module)]
     if filled:
-        way = "to keep them, load the base with quantization_config=Sparse24Config(method='fixed-mask', ...)"
+        way = f"to keep them, load the base with quantization_config=Sparse24Config(method={ONESHOT_METHOD!r}, ...)"
         logger.warning(f"merging fills the zeros of {len(filled)} weights, such as {filled[0]}; {way}")
 
 
