@@ -9,7 +9,6 @@ import sparse24_kernels as kernels
 import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import GemmPlan, autotune, cusparselt, linear_problem, plan_gemm
-from sparse24_kernels.gemm.problem import Algorithm
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
@@ -148,10 +147,10 @@ def test_they_agree_where_the_autotuner_prefers_dense(stand_in, spy, method, mon
 
     def choose(problem, device):
         if problem == linear_problem(32, OUT, IN, torch.bfloat16):
-            return autotune.Verdict("dense", Algorithm(3), 3.0, 2.0, "dense is faster", measured=True)
-        return autotune.Verdict("cusparselt", Algorithm(3), 1.0, 2.0, "measured", measured=True)
+            return autotune.Verdict("dense", 3, 3.0, 2.0, "dense is faster", measured=True)
+        return autotune.Verdict("cusparselt", 3, 1.0, 2.0, "measured", measured=True)
 
-    monkeypatch.setattr(autotune, "choose", choose)
+    monkeypatch.setattr(autotune, "verdict_of", choose)
     _, weight = patched(method)
     plans = doctor.gemm_plans(weight, 32, torch.bfloat16, CPU)
     ran = gemms_that_run(weight.module, 32, stand_in, spy)

@@ -136,7 +136,7 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
         usual = linear_problem(tokens, out, inputs, dtype)
         for gemm in weight.method.gemms:
             plan = plans[gemm.name]
-            verdict = autotune.choose(gemm.problem(tokens, out, inputs, dtype) or usual, device)
+            verdict = autotune.verdict_of(gemm.problem(tokens, out, inputs, dtype) or usual, device)
             dense_us, sparse_us = verdict.dense_us or math.nan, verdict.sparse_us or math.nan
             took_us = sparse_us if plan.is_sparse else dense_us
             cells.append(f"sparse {dense_us / took_us:.2f}x" if plan.is_sparse else f"dense: {plan.reason}")

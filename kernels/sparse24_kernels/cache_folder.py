@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 def cache_folder() -> Path:
@@ -18,7 +17,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Keep other processes out of a block of the same path, whose folder is made if absent. OSError: its lock file
     cannot be written, or is a symbolic link. ImportError: on Windows."""
     import fcntl
@@ -33,7 +32,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Replace a file completely or not at all, so that no reader sees half of it; its folder is made if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{uuid.uuid4().hex}")  # others may read it, unlike a file of `tempfile`

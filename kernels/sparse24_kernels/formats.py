@@ -51,7 +51,7 @@ class Pattern(NamedTuple):
 
     @property
     def is_within_24(self) -> bool:
-        """Whether whatever has this pattern is 2:4: one of any M, or two of a multiple of four.
+        """True where a matrix of this pattern is 2:4 too: one of any M, or two of a multiple of four.
 
         Sparse tensor cores multiply it, and the packed form holds it: of every four elements, wherever the groups of M
         begin, at most two are not zero.
@@ -137,10 +137,10 @@ FORMS = {"dense": None, "transposed": None, "packed": 1, "packed-transposed": 0,
 """
 
 OPERAND_MULTIPLE = 32
-"""What the size along which a form is packed is a multiple of."""
+"""Packed forms need K % 32 == 0."""
 
 SM90_MULTIPLE = 64
-"""What both sizes of a matrix in sm90 form are multiples of."""
+"""sm90 needs both sizes % 64 == 0."""
 
 
 def form_shape(form: str, shape: torch.Size) -> Sequence[int]:

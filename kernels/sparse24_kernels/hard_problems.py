@@ -85,7 +85,7 @@ def difference(ours: Tensor, theirs: Tensor, truth: Tensor, bound: Tensor | None
 
 
 def _results(function: Callable[..., Results], arguments: tuple) -> list[Tensor]:
-    """What the function returns, or changes in place."""
+    """The results of a function, returned or made in place."""
     arguments = tree_map_only(Tensor, lambda x: torch.empty_like(x).copy_(x), arguments)  # keeps strides
     results = function(*arguments)
     results = arguments[0] if results is None else results

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,14 +92,11 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
 
 
 def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """What `packed_linear` returns, for layers, which have checked their weight: Python's checks, and a new plan, would
-    take as long as a small layer."""
+    """`packed_linear` without checks and with a kept plan, for layers: both would take as long as a small layer."""
     values, inputs = packed.values, packed.columns
     if torch.compiler.is_compiling() or x.shape[-1:] != (inputs,) or x.dtype != packed.dtype:
         return packed_linear(x, packed, bias)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    sizes = (x.numel() // inputs, values.shape, inputs, packed.m)
-    plan = _kept_plan(deterministic, *sizes, x.dtype, values.dtype, x.device)
+    plan = _kept_plan(x.numel() // inputs, values.shape, inputs, packed.m, x.dtype, values.dtype, x.device)
     return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
 
 
@@ -112,11 +108,7 @@ def _plan_packed(
     return plan_packed(problem._replace(is_int8=values == torch.int8), device)
 
 
-@lru_cache(maxsize=4096)
-def _kept_plan(deterministic: bool, *sizes: Any) -> GemmPlan:
-    return _plan_packed(*sizes)
-
-
+_kept_plan = lru_cache(maxsize=4096)(_plan_packed)
 limits.ON_CHANGE.append(_kept_plan.cache_clear)
 
 

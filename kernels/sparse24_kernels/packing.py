@@ -137,7 +137,7 @@ def gather_nm(matrix: Tensor, mask: Tensor) -> Tensor:
 
 
 def wrong_mask(packed: Packed) -> str | None:
-    """What is wrong with the mask of a packed matrix, whose tensors fit each other: None where each group has N."""
+    """The error in the mask of a packed matrix whose tensors fit each other; None where each group has N."""
     n = packed.m * packed.values.shape[-1] // packed.columns
     counts = unpack_bits(packed.mask, packed.columns).unflatten(-1, (-1, packed.m)).sum(-1, dtype=torch.uint8)
     return None if bool((counts == n).all()) else f"groups of {packed.m} that do not keep {n}"

@@ -14,7 +14,6 @@ import torch
 from sparse24_kernels.formats import turned
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.backend import Operand, encode_one
-from sparse24_kernels.gemm.problem import Algorithm
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn
 
@@ -160,8 +159,8 @@ class Gemms(Section):
         if plan.is_sparse:
             makers["sparse"] = partial(sparse, plan)
             makers["sparse, packing"] = partial(sparse, plan, packing=True)
-            if plan.algorithm != Algorithm():
-                makers["default"] = partial(sparse, plan._replace(algorithm=Algorithm()))
+            if plan.algorithm:
+                makers["default"] = partial(sparse, plan._replace(algorithm=0))
         row = run.compare(makers)
         if "us" in row["times"]["dense"]:
             flops = 2 * entry.tokens * entry.out * entry.inputs

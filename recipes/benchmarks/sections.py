@@ -139,7 +139,7 @@ def tune(run: Run, problems: list[GemmProblem]) -> None:
     """Tune the GEMMs that have no verdict, quickly: a table for users takes its time, here every second is shared."""
     device = run.machine.device
     possible = [p for p in problems if cusparselt.unsupported_matrix(p.m, p.k, p.dtype) is None]
-    todo = [problem for problem in possible if not autotune.choose(problem, device).measured]
+    todo = [problem for problem in possible if not autotune.verdict_of(problem, device).measured]
     if todo:
         autotune.tune(todo, device)
 

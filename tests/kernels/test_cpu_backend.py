@@ -6,7 +6,7 @@ import torch
 from sparse24_kernels.cpu.library import load
 from sparse24_kernels.formats import split_operand
 from sparse24_kernels.gemm import autotune, compress, cpu_kernels, linear_problem, mm_problem, plan_gemm
-from sparse24_kernels.gemm.tuned import CPU
+from sparse24_kernels.gemm.sparse_backends import CPU
 from sparse24_kernels.prune import prune_forms
 
 from hf_sparse24 import Sparse24Config, patch_model

@@ -11,8 +11,7 @@ from cslt import (
 from sparse24_kernels.gemm import GemmPlan, autotune, compress, cusparselt, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.backend import DENSE, Operand
 from sparse24_kernels.gemm.planning import choose_backend
-from sparse24_kernels.gemm.problem import Algorithm
-from sparse24_kernels.gemm.tuned import CUSPARSELT
+from sparse24_kernels.gemm.sparse_backends import CUSPARSELT
 from torch.nn import functional as F
 
 CPU = torch.device("cpu")
@@ -74,7 +73,7 @@ def test_plans_without_sparse_tensor_cores_are_dense():
 
 def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
     plan = plan_gemm(PROBLEM, CPU)
-    assert plan[:3] == (CUSPARSELT, "measured", Algorithm(3)) and plan.is_sparse
+    assert plan[:3] == (CUSPARSELT, "measured", 3) and plan.is_sparse
     assert plan_gemm(PROBLEM, CPU) == plan
     for change, reason in (
         ({"m": 40}, "cuSPARSELt needs multiples of 16, not 40 x 32"),
@@ -90,15 +89,15 @@ def test_what_cannot_be_sparse_is_dense_and_says_why(stand_in):  # noqa: F811
 @pytest.mark.parametrize(
     ("verdict", "auto", "requested"),
     [
-        (("dense", None, None, None, "not tuned", False), None, Algorithm()),
+        (("dense", None, None, None, "not tuned", False), None, 0),
         (("dense", None, None, None, "all failed", True), None, None),
-        (("dense", Algorithm(4), 9.0, 8.0, "slower", True), None, Algorithm(4)),
-        (("cusparselt", Algorithm(4), 1.0, 2.0, "faster", True), Algorithm(4), Algorithm(4)),
+        (("dense", 4, 9.0, 8.0, "slower", True), None, 4),
+        (("cusparselt", 4, 1.0, 2.0, "faster", True), 4, 4),
     ],
 )
 def test_verdicts_and_requests(stand_in, monkeypatch, verdict, auto, requested):  # noqa: F811
     verdict = autotune.Verdict(*verdict)
-    monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
+    monkeypatch.setattr(autotune, "verdict_of", lambda problem, device: verdict)
     plan = plan_gemm(PROBLEM, CPU)
     assert plan.algorithm == auto and plan.reason == verdict.reason
     plan = plan_gemm(PROBLEM, CPU, "cusparselt")
@@ -112,7 +111,7 @@ def test_what_is_requested_without_a_measurement_is_checked_first(monkeypatch, t
     for wrong_ids, backend in (((), CUSPARSELT), ((0,), DENSE)):
         cslt.install(monkeypatch, cslt.StandIn(wrong_ids))
         monkeypatch.setattr(
-            autotune, "choose", lambda *_: autotune.Verdict("dense", None, None, None, "untuned", False)
+            autotune, "verdict_of", lambda *_: autotune.Verdict("dense", None, None, None, "untuned", False)
         )
         monkeypatch.setattr(cusparselt, "version", lambda ids=wrong_ids: ids)
         plan = plan_gemm(problem, CPU, "cusparselt")
@@ -167,7 +166,7 @@ def test_operators(stand_in):  # noqa: F811
     for dense in (x.t(), x.t().contiguous(), torch.randn(48, 40).bfloat16()[:, ::2]):  # any strides
         result = kernels.sparse_mm(compressed, dense, plan=plan)
         torch.testing.assert_close(result, matrix @ dense)
-        arguments = (compressed.values, dense, None, False, 1, 1)
+        arguments = (compressed.values, dense, None, False, 1)
         torch.library.opcheck(torch.ops.sparse24.cslt_mm.default, arguments)
     assert kernels.sparse_linear(x[:0], compressed, plan=plan).shape == (0, 32)
     with pytest.raises(ValueError, match="compressed 32 x 27 is no matrix of 32 x 64"):

@@ -63,10 +63,10 @@ def times(monkeypatch):
 @pytest.fixture
 def tuned(stand_in, monkeypatch):
     """Problems that were given to the autotuner; what was not given is not tuned, which stays dense."""
-    found, verdict = [], autotune.choose(None, CPU)
+    found, verdict = [], autotune.verdict_of(None, CPU)
     nothing = autotune.Verdict("dense", None, None, None, "not tuned", measured=False)
     monkeypatch.setattr(autotune, "tune", lambda problems, device: found.extend(problems))
-    monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict if problem in found else nothing)
+    monkeypatch.setattr(autotune, "verdict_of", lambda problem, device: verdict if problem in found else nothing)
     return found
 
 

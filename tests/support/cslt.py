@@ -3,8 +3,7 @@
 import pytest
 import torch
 from sparse24_kernels import Packed, pack_nm, unpack_nm
-from sparse24_kernels.gemm import GemmPlan, autotune, cusparselt, tuned
-from sparse24_kernels.gemm.problem import Algorithm
+from sparse24_kernels.gemm import GemmPlan, autotune, cusparselt, sparse_backends
 from torch import Tensor
 
 
@@ -35,7 +34,7 @@ class StandIn:
         flat = torch.cat([values.flatten(), units.view(matrix.dtype), torch.randn(m * self.padding).to(matrix.dtype)])
         return flat if self.flat else flat.view(m, -1)
 
-    def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
+    def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0):
         k, n = dense.shape
         assert compressed.dtype == dense.dtype, "bits would be reinterpreted"
         assert bias is None or bias.dtype == dense.dtype
@@ -64,7 +63,7 @@ def tiles(row: Tensor, unit: Tensor, m: int, units: int) -> Tensor:
 
 def sparse_plan(algorithm: int = 0) -> GemmPlan:
     """A plan of cuSPARSELt."""
-    return GemmPlan(tuned.CUSPARSELT, "a test's", Algorithm(algorithm))
+    return GemmPlan(sparse_backends.CUSPARSELT, "a test's", algorithm)
 
 
 @pytest.fixture
@@ -78,6 +77,6 @@ def install(monkeypatch, library: StandIn) -> StandIn:
     monkeypatch.setattr(torch, "_cslt_sparse_mm", library.matmul)
     monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: None)
     monkeypatch.setattr(cusparselt, "_columns", {})  # what was asked of another library
-    verdict = autotune.Verdict("cusparselt", Algorithm(3), 1.0, 2.0, "measured", measured=True)
-    monkeypatch.setattr(autotune, "choose", lambda problem, device: verdict)
+    verdict = autotune.Verdict("cusparselt", 3, 1.0, 2.0, "measured", measured=True)
+    monkeypatch.setattr(autotune, "verdict_of", lambda problem, device: verdict)
     return library

@@ -14,7 +14,6 @@ from sparse24_kernels import dispatch, first_use
 from sparse24_kernels.cpu import limits
 from sparse24_kernels.cpu.library import load
 from sparse24_kernels.gemm import autotune
-from sparse24_kernels.gemm.problem import Algorithm
 from transformers import AutoConfig
 
 from hf_sparse24 import Sparse24Config, __version__, patch_model
@@ -53,12 +52,12 @@ def test_doctor_checks_again_and_writes_a_report(capsys, monkeypatch, tmp_path):
 def verdict(problem, device):
     """Dense takes 2 us everywhere; sparse wins on the output GEMM and was not measured for gradients."""
     if problem.transposed:
-        return autotune.Verdict("cusparselt", Algorithm(3), 1.25, 2.0, "measured", measured=True)
+        return autotune.Verdict("cusparselt", 3, 1.25, 2.0, "measured", measured=True)
     return autotune.Verdict("dense", None, None, None, "not tuned: run `hf-sparse24 tune`", measured=False)
 
 
 def test_predicted_gains(stand_in, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(autotune, "choose", verdict)
+    monkeypatch.setattr(autotune, "verdict_of", verdict)
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(method="ste"))
     rows = doctor.gains(model, 32, torch.bfloat16, torch.device("cpu"))

@@ -55,7 +55,7 @@ class BuildError(Exception):
 
 
 def units() -> tuple[tuple[str, ...], ...]:
-    """What this machine compiles."""
+    """Sources and flags that this machine compiles."""
     return UNITS["any"] + UNITS.get(_MACHINES.get(platform.machine().lower(), ""), ())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..cache_folder import cache_folder, locked
+from ..cache_folder import cache_folder, file_lock
 from . import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -125,7 +125,7 @@ def _kept(folder: Path, name: str) -> Library | None:
 
 def _compiled(folder: Path, name: str) -> Library:
     compiler = build.compiler_id()  # before a folder is made for nothing
-    with locked(folder / "native"):  # one process compiles, the others wait for it
+    with file_lock(folder / "native"):  # one process compiles, the others wait for it
         if (kept := _kept(folder, name)) is not None:
             return kept
         for left in folder.glob(".build-*"):  # by a process that was killed

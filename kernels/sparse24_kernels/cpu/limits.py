@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import reference
-from ..cache_folder import cache_folder, locked, write_json
+from ..cache_folder import cache_folder, file_lock, write_json
 from ..first_use import device_name
 from ..formats import Packed, Pattern, scale_columns
 from . import build
@@ -31,8 +31,8 @@ FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults o
 
 
 class Layer(NamedTuple):
-    """What a limit is of: the dtypes of x and of the values, and the pattern, as text such as "bfloat16", "int8" and
-    "2:4", and a size."""
+    """A kind of packed layers that has a limit: the dtypes of x and of the values, and the pattern, as text such as
+    "bfloat16", "int8" and "2:4", and a size."""
 
     dtype: str
     values: str
@@ -51,13 +51,13 @@ SHIPPED: dict[str, dict[tuple[str, str], int | None]] = {
     "avx2": {},
     "portable": {("float32", "int8"): 256},
 }
-"""What is limited of each path that was measured, by the dtypes of x and of the values. Measured at 2048 x 2048,
-against what torch runs on CPUs of that kind; fp32 on AMX is the code of AVX-512."""
+"""Limits by CPU path, by the dtypes of x and of the values; empty: none. Measured at 2048 x 2048, against what torch
+runs on CPUs of that kind; fp32 on AMX is the code of AVX-512."""
 
 _measured: Limits | None = None
 
 ON_CHANGE: list[Callable[[], None]] = []
-"""What is called when tuning has changed what runs packed weights."""
+"""Functions to call when tuning has changed how packed weights run."""
 
 
 def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> Layer:
@@ -109,7 +109,7 @@ def tune(
             found[layer(dtype, each.values.dtype, pattern, out, inputs)] = [
                 (tokens, *_times(each, tokens)) for tokens in TOKENS
             ]
-        with locked(_path()):  # others may have saved theirs meanwhile
+        with file_lock(_path()):  # others may have saved theirs meanwhile
             _measured = _read() | {layer: limit(times) for layer, times in found.items()}
             write_json(_path(), list(_measured.items()))
         on_progress(done + 1)

@@ -47,7 +47,7 @@ def reused_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _references_of_unused() -> int:
-    """What `sys.getrefcount` says of a block that a loop holds alone; it depends on the version of Python."""
+    """`sys.getrefcount` of a block that a loop holds alone. It depends on the version of Python."""
     blocks = [mmap.mmap(-1, mmap.PAGESIZE)]
     block = blocks.pop(0)
     return sys.getrefcount(block)

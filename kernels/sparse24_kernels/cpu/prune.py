@@ -50,7 +50,7 @@ def transposable_mask(weight: Tensor, n: int, m: int, solver: str, packed: bool)
 
 
 def _mask(rule: str, weight: Tensor, packed: bool, dim: int | None = None, n: int = 2, m: int = 4) -> Tensor:
-    """What a rule keeps: bool, same shape as `weight`, or its packed bits."""
+    """The mask of a rule: bool, same shape as `weight`, or its packed bits."""
     mask = empty_mask(weight, packed=False)
     run(rule, weight, mask, dim, n, m)
     if not packed:
@@ -91,7 +91,7 @@ def _has_decay(grad: Tensor, weight: Tensor, alpha: float) -> bool:
 
 
 def packed(x: Tensor, rule: str, form: str, **arguments: Any) -> Tensor:
-    """What a rule makes of a matrix, in a packed form; the other arguments are those of `run`."""
+    """A matrix in a packed form, as a rule makes it; the other arguments are those of `run`."""
     made = reused_memory(form_shape(form, x.shape), torch.float32)
     run(rule, x, made, FORMS[form], is_packed=True, **arguments)
     return made

@@ -14,20 +14,20 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .. import first_use
-from ..cache_folder import cache_folder, locked, write_json
+from ..cache_folder import cache_folder, file_lock, write_json
 from ..cpu import limits
 from ..cpu.library import loaded
 from ..dispatch import choose_kernels
 from . import cpu_kernels, cusparselt
-from .measure import Rejected, first_difference, prepare, stores_as_known, try_algorithm
-from .problem import Algorithm, GemmProblem, bucket
+from .measure import Rejected, check_default, prepare, stores_as_known, try_algorithm
+from .problem import GemmProblem, bucket
 
-FORMAT = 7
+FORMAT = 8
 
 MARGIN = 1.02
 """Speedup from which sparse is chosen. Medians of interleaved timings vary by one to two per cent between runs; above
@@ -39,10 +39,10 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*cusparselt.DT
 
 
 class Measured(NamedTuple):
-    """An algorithm that passed its checks, with its time and that of dense math, measured in turns; and the time that
-    the host takes to start it."""
+    """An algorithm of the library that passed its checks, its time and that of dense math, measured in turns, and the
+    time that the host takes to start it."""
 
-    algorithm: Algorithm
+    algorithm: int
     sparse_us: float
     dense_us: float
     host_us: float = 0.0
@@ -53,9 +53,9 @@ class Measured(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The outcome of a search: the algorithms that passed every check, the fastest first, and why others failed."""
+    """The outcome of a search: the fastest algorithm that passed every check, and why others failed."""
 
-    candidates: tuple[Measured, ...] = ()
+    best: Measured | None = None
     failures: tuple[str, ...] = ()
 
 
@@ -71,20 +71,20 @@ class Verdict(NamedTuple):
     """
 
     backend: str
-    algorithm: Algorithm | None = None
+    algorithm: int | None = None
     sparse_us: float | None = None
     dense_us: float | None = None
     reason: str = ""
     measured: bool = True
 
 
-_given: dict[tuple[GemmProblem, torch.device, bool], Verdict] = {}
+_given: dict[tuple[GemmProblem, torch.device], Verdict] = {}
 _tables: list[Table] = []  # one, once it is read
-_lock = threading.RLock()  # autograd calls `choose` from its threads
+_lock = threading.RLock()  # autograd plans in its threads
 
 
 def current_environment(device: torch.device) -> str:
-    """What a measurement is valid for besides its problem: the GPU and its capability, or the CPU, its threads and the
+    """All that measurements depend on besides the problem: the GPU and its capability, or the CPU, its threads and the
     path of our kernels; the versions of cuSPARSELt (0.8.1 is "801") and torch, or the file of our kernels."""
     library = str(cusparselt.version())
     facts = [device.type, library]
@@ -118,23 +118,18 @@ def table_path() -> Path:
     return cache_folder() / "gemms.json"
 
 
-def choose(problem: GemmProblem, device: torch.device) -> Verdict:
-    """The verdict for `problem` on `device`; n may be symbolic while torch.compile traces.
-
-    Under `torch.use_deterministic_algorithms(True)`, algorithms that split k are left out. ValueError as `read`.
-    """
+def verdict_of(problem: GemmProblem, device: torch.device) -> Verdict:
+    """The verdict for `problem` on `device`; n may be symbolic while torch.compile traces. ValueError as `read`."""
     # While tracing, comparisons in `bucket` guard n, `index` specialises m and k, and `_verdict` gets constants.
     m, n, k = operator.index(problem.m), bucket(problem.n), operator.index(problem.k)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return _verdict(m, n, k, problem.dtype, device, deterministic, problem.dense_is_column_major, problem.transposed)
+    return _verdict(m, n, k, problem.dtype, problem.dense_is_column_major, problem.transposed, device)
 
 
 @torch.compiler.assume_constant_result
 def _verdict(
-    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, deterministic: bool, *layout: Any
+    m: int, n: int, k: int, dtype: torch.dtype, column_major: bool, transposed: bool, device: torch.device
 ) -> Verdict:
-    problem = GemmProblem(m, n, k, dtype, *layout)
-    key = (problem, device, deterministic)
+    key = GemmProblem(m, n, k, dtype, column_major, transposed), device
     verdict = _given.get(key)
     if verdict is None:
         with _lock:
@@ -142,7 +137,7 @@ def _verdict(
     return verdict
 
 
-def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> Verdict:
+def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
     if reason := unsupported_device(device) or unsupported_matrix(problem, device):
         return Verdict("dense", reason=reason, measured=False)
     if not _tables:
@@ -155,13 +150,10 @@ def _decide(problem: GemmProblem, device: torch.device, deterministic: bool) -> 
     if entry is None:
         return Verdict("dense", reason=NOT_TUNED, measured=False)
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
-    if not entry.candidates:
+    if entry.best is None:
         reason = ": ".join((where, "no algorithm passes the checks", *entry.failures[:1]))
         return Verdict("dense", reason=reason)
-    usable = [found for found in entry.candidates if found.algorithm.split_k == 1 or not deterministic]
-    if not usable:
-        return Verdict("dense", reason=f"{where}: no algorithm is deterministic")
-    algorithm, sparse_us, dense_us, host_us = best = max(usable, key=lambda found: found.speedup)
+    algorithm, sparse_us, dense_us, host_us = best = entry.best
     reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
     backend = "cpu" if uses_cpu_kernels(device) else "cusparselt"
     if best.speedup < MARGIN:
@@ -196,14 +188,14 @@ def _kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
 
 def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
     """cuSPARSELt's two GEMMs, to be compared with dense math."""
-    check = partial(first_difference, device, dtype)
+    check = partial(check_default, device, dtype)
     return first_use.Subject("cusparselt", ("linear", "mm"), device, dtype, check, str(cusparselt.version()))
 
 
 def tune(
     problems: Iterable[GemmProblem], device: torch.device, on_progress: Callable[[GemmProblem, int], None] | None = None
 ) -> dict[GemmProblem, Verdict]:
-    """Measure the buckets of problems, save after each, and return what `choose` now says of them.
+    """Measure the buckets of problems, save after each, and return the verdicts on them.
 
     Ctrl-C keeps the buckets that are measured. `on_progress` gets each bucket's problem, and how many are done.
     ValueError: no sparse GEMM runs here, or the table is damaged. RuntimeError: the device fails.
@@ -223,23 +215,22 @@ def tune(
                 reason = f"the problem cannot be tried: {str(error)[:200]}"
         if reason is not None:
             unmeasured[problem] = Verdict("dense", reason=reason, measured=False)
-    return {found: unmeasured.get(found._replace(n=bucket(found.n))) or choose(found, device) for found in problems}
+    return {found: unmeasured.get(found._replace(n=bucket(found.n))) or verdict_of(found, device) for found in problems}
 
 
 @torch.no_grad()
 def search(problem: GemmProblem, device: torch.device) -> Entry:
-    """What cuSPARSELt's own search finds, that without split-k, and the default: each checked and timed. A CPU has one
-    algorithm."""
+    """The faster of the library's default algorithm and the one that its own search finds, each checked and timed. A
+    CPU has one algorithm."""
     if uses_cpu_kernels(device):
-        return Entry((Measured(Algorithm(), *cpu_kernels.times(problem)),))
+        return Entry(Measured(0, *cpu_kernels.times(problem)))
+    passed: list[Measured] = []
+    failures: list[str] = []
     with torch.cuda.device(device if device.type == "cuda" else -1):
         cases = prepare(problem, device)
-        passed: list[Measured] = []
-        failures: list[str] = []
-        algorithms = [Algorithm()]
+        algorithms = [0]
         try:
-            found = cusparselt.search(cases[0].compressed, cases[0].dense, problem.transposed)
-            algorithms += [found, Algorithm(found.id)]
+            algorithms.append(cusparselt.search(cases[0].compressed, cases[0].dense, problem.transposed))
         except RuntimeError as error:
             _give_up_after_a_fault(device)
             failures.append(f"cuSPARSELt's search: {_first_line(error)}")
@@ -248,8 +239,8 @@ def search(problem: GemmProblem, device: torch.device) -> Entry:
                 passed.append(Measured(algorithm, *try_algorithm(cases, algorithm)))
             except (Rejected, RuntimeError) as error:
                 _give_up_after_a_fault(device)
-                failures.append(f"{algorithm}: {_first_line(error)}")
-    return Entry(tuple(sorted(passed, key=lambda found: -found.speedup)), tuple(failures))
+                failures.append(f"algorithm {algorithm}: {_first_line(error)}")
+    return Entry(max(passed, key=lambda found: found.speedup, default=None), tuple(failures))
 
 
 def _first_line(error: Exception) -> str:
@@ -263,7 +254,7 @@ def _give_up_after_a_fault(device: torch.device) -> None:
 
 
 def _remember(problem: GemmProblem, device: torch.device, entry: Entry) -> None:
-    with _lock, locked(table_path()):
+    with _lock, file_lock(table_path()):
         table = read() | {(current_environment(device), problem): entry}  # others may have saved theirs meanwhile
         write(table)
         _tables[:] = [table]
@@ -274,14 +265,14 @@ def _remember(problem: GemmProblem, device: torch.device, entry: Entry) -> None:
 
 
 def read() -> Table:
-    """What was measured: nothing where there is no file. ValueError: it is damaged, or another version's. OSError: it
-    may not be read."""
+    """All measurements of the file, none where there is no file. ValueError: it is damaged, or another version's.
+    OSError: it may not be read."""
     try:
         path = table_path()
     except RuntimeError:  # no home directory
         return {}
     try:
-        data: dict[str, Any] = json.loads(path.read_text())
+        data = json.loads(path.read_text())
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']}, not {FORMAT}")
         return dict(map(_parsed, data["entries"]))
@@ -301,10 +292,10 @@ def write(table: Table) -> None:
     write_json(table_path(), {"format": FORMAT, "entries": entries})
 
 
-def _parsed(record: list[Any]) -> tuple[tuple[str, GemmProblem], Entry]:
-    environment, (m, n, k, dtype, column_major, transposed), candidates, failures = record
-    measured = [Measured(Algorithm(*found), *map(float, times)) for found, *times in candidates]
-    if not all(found.sparse_us > 0 and found.dense_us > 0 for found in measured):
+def _parsed(record: list) -> tuple[tuple[str, GemmProblem], Entry]:
+    environment, (m, n, k, dtype, column_major, transposed), found, failures = record
+    best = None if found is None else Measured(int(found[0]), *map(float, found[1:]))
+    if best is not None and not (best.sparse_us > 0 and best.dense_us > 0):
         raise ValueError("a time is not above 0")
     problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
-    return (str(environment), problem), Entry(tuple(measured), tuple(map(str, failures)))
+    return (str(environment), problem), Entry(best, tuple(map(str, failures)))

@@ -1,4 +1,4 @@
-"""What a GEMM backend provides, its operand, the plan that carries it, and the registry that users extend.
+"""The protocol of GEMM backends, their operand, the plan that carries it, and the registry that users extend.
 
 A backend is one file and one registration; docs/guides/own_kernel.md has an example.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import check_is
 from ..dispatch import implementation
 from ..formats import Packed
-from .problem import Algorithm, GemmProblem
+from .problem import GemmProblem
 
 
 class Operand(NamedTuple):
@@ -121,14 +121,15 @@ class GemmPlan(NamedTuple):
     Attributes:
         backend: what encodes the sparse operand and runs the GEMM.
         reason: in words, with the measured times where there are any.
-        algorithm: the library's algorithm, for backends that have several.
+        algorithm: the library's number for it, for backends that have several. What it means depends on the library's
+            version and the device.
         form: of `formats.FORMS`, in which pruning makes the operand `[m, k]`. `linear` and `mm` take it as it is, but
             `"dense"`, which goes through `encode`.
     """
 
     backend: GemmBackend
     reason: str
-    algorithm: Algorithm | None = None
+    algorithm: int | None = None
     form: str = "dense"
 
     @property
@@ -157,7 +158,7 @@ DENSE = DenseBackend()
 
 _backends: dict[str, GemmBackend] = {DENSE.name: DENSE}
 AUTOMATIC: dict[str, GemmBackend] = {}
-"""What `"auto"` asks, in order; dense math, which refuses nothing, comes after all of them."""
+"""Backends that `"auto"` asks, in order. Dense math, which refuses nothing, comes after all of them."""
 
 
 def register_backend(backend: GemmBackend, *, auto: bool = False) -> None:

@@ -16,8 +16,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .problem import Algorithm
-
 MULTIPLE = 16
 """m and k must be multiples of this in fp16 and bf16; n is padded to it."""
 
@@ -131,15 +129,7 @@ compress.register_fake(lambda matrix, columns: matrix.new_empty(len(matrix), col
 
 
 @torch.library.custom_op("sparse24::cslt_mm", mutates_args=())
-def matmul(
-    compressed: Tensor,
-    dense: Tensor,
-    bias: Tensor | None,
-    transposed: bool,
-    algorithm: int,
-    split_k: int,
-    split_k_mode: int = -1,
-) -> Tensor:
+def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int = 0) -> Tensor:
     """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
 
     `dense` is `[k, n]`, and with `transposed` the transpose of a row-major `[n, k]` (other strides are copied); `bias`
@@ -160,33 +150,24 @@ def matmul(
     if missing:
         pad = torch.nn.functional.pad
         dense = pad(dense.t(), (0, 0, 0, missing)).t() if transposed else pad(dense, (0, missing))
-    result = torch._cslt_sparse_mm(
-        compressed,
-        dense,
-        bias=bias,
-        transpose_result=transposed,
-        alg_id=algorithm,
-        split_k=split_k,
-        split_k_mode=split_k_mode,
-    )
+    result = torch._cslt_sparse_mm(compressed, dense, bias=bias, transpose_result=transposed, alg_id=algorithm)
     if missing:
         result = result[:n] if transposed else result[:, :n].contiguous()
     return result
 
 
 @matmul.register_fake
-def _(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, *algorithm: int) -> Tensor:
+def _(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int = 0) -> Tensor:
     m, n = compressed.shape[0], dense.shape[1]
     return dense.new_empty((n, m) if transposed else (m, n))
 
 
-def search(compressed: Tensor, dense: Tensor, transposed: bool) -> Algorithm:
-    """The algorithm that the library's own search prefers for operands as `matmul` hands them on."""
+def search(compressed: Tensor, dense: Tensor, transposed: bool) -> int:
+    """The algorithm that the library's own search prefers for operands as `matmul` hands them on. Where it would split
+    k too, `matmul` does not: a split sums in another order from run to run."""
     library = torch._C._cusparselt  # only in builds with the library
-    number, split_k, split_k_mode, _ = library.mm_search(  # type: ignore[attr-defined]
-        compressed, dense, None, None, None, transposed
-    )
-    return Algorithm(int(number), int(split_k), int(split_k_mode))
+    found = library.mm_search(compressed, dense, None, None, None, transposed)  # type: ignore[attr-defined]
+    return int(found[0])
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """One algorithm of a sparse GEMM: its results checked against dense math, then timed in turns with it.
 
 Result memory is filled with NaN before a GEMM runs, so an algorithm that returns without writing is noticed. Results
-are compared with fp32, at the smallest and the largest n of a bucket. Without split-k, equal inputs must give equal
-bits, in timed runs too: some algorithms are wrong only occasionally (pytorch issue 155333).
+are compared with fp32, at the smallest and the largest n of a bucket. Equal inputs must give equal bits, in timed runs
+too: some algorithms are wrong only occasionally (pytorch issue 155333).
 
 A call is captured in a CUDA graph and replayed: that is the time of the device. torch's operator takes the host 50 to
 600 us to set up a plan in every call (pytorch issues 177866 and 179642; 455 to 585 us beside an H100), where cuBLAS
@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import reference
 from . import cusparselt
 from .cusparselt import MULTIPLE
-from .problem import Algorithm, GemmProblem, bucket_start, linear_problem, mm_problem
+from .problem import GemmProblem, bucket_start, linear_problem, mm_problem
 
 MOST_DENSE_ERROR = 8.0
 """In the units of `Case.error`. A dense result that is less accurate cannot be the reference for sparse ones."""
@@ -58,8 +58,8 @@ class Case(NamedTuple):
             return linear(self.dense.t(), self.matrix)
         return linear(self.matrix, self.dense.t())
 
-    def by_algorithm(self, algorithm: Algorithm, bias: Tensor | None = None) -> Tensor:
-        return cusparselt.matmul(self.compressed, self.dense, bias, self.problem.transposed, *algorithm)
+    def by_algorithm(self, algorithm: int, bias: Tensor | None = None) -> Tensor:
+        return cusparselt.matmul(self.compressed, self.dense, bias, self.problem.transposed, algorithm)
 
 
 def prepare(problem: GemmProblem, device: torch.device) -> list[Case]:
@@ -74,23 +74,23 @@ def prepare(problem: GemmProblem, device: torch.device) -> list[Case]:
     return cases
 
 
-def check(cases: list[Case], algorithm: Algorithm) -> Tensor:
+def check(cases: list[Case], algorithm: int) -> Tensor:
     """The algorithm's result of the first case. Rejected: one of all cases is wrong. RuntimeError: the library's."""
     for case in reversed(cases):
         result = _poisoned(partial(case.by_algorithm, algorithm), case)
         _check(case, result)
-        _check_again(case, _poisoned(partial(case.by_algorithm, algorithm), case), result, algorithm)
+        _check_again(case, _poisoned(partial(case.by_algorithm, algorithm), case), result)
     if cases[0].problem.transposed:
         _check_bias(cases[0], algorithm)
     return result
 
 
 @torch.no_grad()
-def first_difference(device: torch.device, dtype: torch.dtype, operator: str) -> str:
+def check_default(device: torch.device, dtype: torch.dtype, operator: str) -> str:
     """The reason why cuSPARSELt's default algorithm is wrong on a small "linear" or "mm"; "" where it is right."""
     problem = linear_problem(48, 128, 64, dtype) if operator == "linear" else mm_problem(128, 48, 64, dtype)
     try:
-        check(prepare(problem, device), Algorithm())
+        check(prepare(problem, device), 0)
     except Rejected as error:
         return str(error)
     return ""
@@ -104,7 +104,7 @@ def stores_as_known(device: torch.device, dtype: torch.dtype) -> bool:
     return ours.shape == theirs.shape and torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
-def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float, float]:
+def try_algorithm(cases: list[Case], algorithm: int) -> tuple[float, float, float]:
     """Microseconds that the sparse GEMM takes, and the dense one: medians of samples taken in turns; and the host, to
     start the sparse one. Raises as `check`, and Rejected where a time is impossible."""
     timed, expected = cases[0], check(cases, algorithm)
@@ -115,7 +115,7 @@ def try_algorithm(cases: list[Case], algorithm: Algorithm) -> tuple[float, float
     rounds = 1
     while len(sparse_us) < rounds:
         (us, result), (dense, _) = sample_sparse(), sample_dense()
-        _check_again(timed, result, expected, algorithm, " while timed")
+        _check_again(timed, result, expected, " while timed")
         sparse_us.append(us)
         dense_us.append(dense)
         # Small GEMMs are noisier, and cheap to repeat: 15 to 75 samples.
@@ -257,15 +257,13 @@ def _check(case: Case, result: Tensor, of: str = "") -> None:
         raise Rejected(f"wrong numbers on {case.name}{of}: off by {error:.3g} units, {case.allowed:.3g} allowed")
 
 
-def _check_again(case: Case, result: Tensor, first: Tensor, algorithm: Algorithm, of: str = "") -> None:
-    """Reject other bits than those of the first run. Split-k sums in any order, but must be accurate."""
-    if algorithm.split_k != 1:
-        _check(case, result, of)
-    elif not torch.equal(result.view(torch.int16), first.view(torch.int16)):
+def _check_again(case: Case, result: Tensor, first: Tensor, of: str = "") -> None:
+    """Reject other bits than those of the first run."""
+    if not torch.equal(result.view(torch.int16), first.view(torch.int16)):
         raise Rejected(f"other bits from the same inputs on {case.name}{of}")
 
 
-def _check_bias(case: Case, algorithm: Algorithm) -> None:
+def _check_bias(case: Case, algorithm: int) -> None:
     """Reject a wrong bias: the algorithm itself adds it."""
     bias = torch.linspace(-4, 4, case.problem.m, device=case.dense.device).to(case.problem.dtype)
     column = bias.float()  # of the transposed result

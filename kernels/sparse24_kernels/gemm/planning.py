@@ -8,7 +8,7 @@ from ..formats import Packed, Pattern
 from .backend import AUTOMATIC, DENSE, GemmPlan, Operand, find_backend, register_backend
 from .packed import PACKED
 from .problem import GemmProblem
-from .tuned import CPU, CUSPARSELT
+from .sparse_backends import CPU, CUSPARSELT
 
 register_backend(CUSPARSELT, auto=True)
 register_backend(CPU, auto=True)

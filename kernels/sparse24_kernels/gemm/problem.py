@@ -1,4 +1,4 @@
-"""One GEMM `sparse @ dense` as data: shape, dtypes, memory layouts; the algorithm that runs it; buckets of n."""
+"""One GEMM `sparse @ dense` as data: shape, dtypes, memory layouts; buckets of n."""
 
 from typing import NamedTuple
 
@@ -32,20 +32,6 @@ class GemmProblem(NamedTuple):
     transposed: bool
     is_int8: bool = False
     pattern: Pattern = Pattern(2, 4)
-
-
-class Algorithm(NamedTuple):
-    """One way in which a sparse library runs a GEMM. What an id means depends on the library's version and the device.
-
-    Attributes:
-        id: the library's number for it.
-        split_k: parts that k is split into, whose results are summed; 1 for none.
-        split_k_mode: how the library sums them, by its own number; -1 for its default.
-    """
-
-    id: int = 0
-    split_k: int = 1
-    split_k_mode: int = -1
 
 
 BUCKETS = tuple(edge for power in range(4, 32) for edge in (2**power, 3 * 2 ** (power - 1)) if edge % 16 == 0)

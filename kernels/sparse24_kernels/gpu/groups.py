@@ -1,4 +1,4 @@
-"""What the kernels share: tiles, groups of four in registers, masks as bits, values packed and cast.
+"""Parts that the kernels share: tiles, groups of four in registers, masks as bits, values packed and cast.
 
 A program works on a tile of 4 * G rows and COLS columns of a row-major matrix, held as four slices `[G, COLS]`: slice i
 has rows i, i + 4, i + 8, ... So groups along a column are the four slices, element by element, and groups along a row

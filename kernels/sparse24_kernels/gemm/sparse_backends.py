@@ -9,14 +9,14 @@ from ..formats import SM90_MULTIPLE, Packed
 from ..prune import prune_forms
 from . import autotune, cpu_kernels, cusparselt
 from .backend import GemmBackend, GemmPlan, Operand
-from .problem import Algorithm, GemmProblem
+from .problem import GemmProblem
 
 
 def _verdict(problem: GemmProblem, device: torch.device, requested: bool) -> autotune.Verdict | str:
-    """What autotuning says of a GEMM, or why it is left to dense math."""
+    """The verdict of autotuning on a GEMM, or the reason why it is left to dense math."""
     if reason := autotune.unsupported_matrix(problem, device):
         return reason
-    verdict = autotune.choose(problem, device)
+    verdict = autotune.verdict_of(problem, device)
     return verdict if requested or verdict.backend != "dense" else verdict.reason
 
 
@@ -59,7 +59,7 @@ class CusparseltBackend(GemmBackend):
             return verdict
         algorithm, wrong = verdict.algorithm, None
         if not verdict.measured:
-            algorithm, wrong = Algorithm(), autotune.wrong_default(device, problem.dtype, problem.transposed)
+            algorithm, wrong = 0, autotune.wrong_default(device, problem.dtype, problem.transposed)
         if algorithm is None or wrong:
             return f"requested; {wrong or verdict.reason}"
         # This asks the library now, not during CUDA graph capture.
@@ -76,12 +76,12 @@ class CusparseltBackend(GemmBackend):
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
         rows, compressed = x.reshape(-1, x.shape[-1]), weight.values
         cusparselt.check_compressible("sparse_linear", len(compressed), rows.shape[1], x.dtype, x.device)
-        result = cusparselt.matmul(compressed, rows.t(), bias, True, *(plan.algorithm or Algorithm()))
+        result = cusparselt.matmul(compressed, rows.t(), bias, True, plan.algorithm or 0)
         return result.view(*x.shape[:-1], len(compressed))
 
     def mm(self, sparse: Operand, dense: Tensor, plan: GemmPlan) -> Tensor:
         cusparselt.check_compressible("sparse_mm", len(sparse.values), len(dense), dense.dtype, dense.device)
-        return cusparselt.matmul(sparse.values, dense, None, False, *(plan.algorithm or Algorithm()))
+        return cusparselt.matmul(sparse.values, dense, None, False, plan.algorithm or 0)
 
 
 def _form(m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
