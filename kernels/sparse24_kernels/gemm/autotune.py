@@ -8,6 +8,7 @@ torch.compile makes for a dynamic n holds for the whole bucket. A verdict stays 
 """
 
 import json
+import logging
 import operator
 import threading
 import warnings
@@ -52,15 +53,9 @@ class Measured(NamedTuple):
         return self.dense_us / self.sparse_us
 
 
-class Entry(NamedTuple):
-    """The outcome of a search: the fastest algorithm that passed every check, and why others failed."""
-
-    best: Measured | None = None
-    failures: tuple[str, ...] = ()
-
-
-Table = dict[tuple[str, GemmProblem], Entry]
-"""Outcomes by environment and problem, whose n is that of its bucket."""
+Table = dict[tuple[str, GemmProblem], Measured | str]
+"""The fastest algorithm that passed its checks, or why none did; by environment and problem, whose n is that of its
+bucket."""
 
 
 class Verdict(NamedTuple):
@@ -78,6 +73,7 @@ class Verdict(NamedTuple):
     measured: bool = True
 
 
+_log = logging.getLogger(__name__)
 _given: dict[tuple[GemmProblem, torch.device], Verdict] = {}
 _tables: list[Table] = []  # one, once it is read
 _lock = threading.RLock()  # autograd plans in its threads
@@ -146,17 +142,16 @@ def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
         except OSError as error:  # such as a folder of another user
             warnings.warn(f"{error}: no GEMM is tuned", stacklevel=2)
             _tables.append({})
-    entry = _tables[0].get((current_environment(device), problem))
-    if entry is None:
+    found = _tables[0].get((current_environment(device), problem))
+    if found is None:
         return Verdict("dense", reason=NOT_TUNED, measured=False)
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
-    if entry.best is None:
-        reason = ": ".join((where, "no algorithm passes the checks", *entry.failures[:1]))
-        return Verdict("dense", reason=reason)
-    algorithm, sparse_us, dense_us, host_us = best = entry.best
-    reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {best.speedup:.2f} times as fast"
+    if isinstance(found, str):
+        return Verdict("dense", reason=f"{where}: no algorithm passes the checks: {found}")
+    algorithm, sparse_us, dense_us, host_us = found
+    reason = f"{where}: sparse {sparse_us:.1f} us, dense {dense_us:.1f} us, {found.speedup:.2f} times as fast"
     backend = "cpu" if uses_cpu_kernels(device) else "cusparselt"
-    if best.speedup < MARGIN:
+    if found.speedup < MARGIN:
         backend, reason = "dense", f"{reason} where {MARGIN} is required"
     elif dense_us < MARGIN * host_us:  # a step of many such calls would wait for the host
         backend, reason = "dense", f"{reason}, but the host takes {host_us:.1f} us to start it"
@@ -219,11 +214,11 @@ def tune(
 
 
 @torch.no_grad()
-def search(problem: GemmProblem, device: torch.device) -> Entry:
-    """The faster of the library's default algorithm and the one that its own search finds, each checked and timed. A
-    CPU has one algorithm."""
+def search(problem: GemmProblem, device: torch.device) -> Measured | str:
+    """The faster of the library's default algorithm and the one that its own search finds, each checked and timed, or
+    why both failed. A CPU has one algorithm."""
     if uses_cpu_kernels(device):
-        return Entry(Measured(0, *cpu_kernels.times(problem)))
+        return Measured(0, *cpu_kernels.times(problem))
     passed: list[Measured] = []
     failures: list[str] = []
     with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -240,7 +235,9 @@ def search(problem: GemmProblem, device: torch.device) -> Entry:
             except (Rejected, RuntimeError) as error:
                 _give_up_after_a_fault(device)
                 failures.append(f"algorithm {algorithm}: {_first_line(error)}")
-    return Entry(max(passed, key=lambda found: found.speedup, default=None), tuple(failures))
+    for failure in failures:
+        _log.warning(f"{problem.m} x {problem.n} x {problem.k}: {failure}")
+    return max(passed, key=lambda found: found.speedup) if passed else "; ".join(failures)
 
 
 def _first_line(error: Exception) -> str:
@@ -253,9 +250,9 @@ def _give_up_after_a_fault(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _remember(problem: GemmProblem, device: torch.device, entry: Entry) -> None:
+def _remember(problem: GemmProblem, device: torch.device, found: Measured | str) -> None:
     with _lock, file_lock(table_path()):
-        table = read() | {(current_environment(device), problem): entry}  # others may have saved theirs meanwhile
+        table = read() | {(current_environment(device), problem): found}  # others may have saved theirs meanwhile
         write(table)
         _tables[:] = [table]
         for key in [key for key in _given if key[0] == problem]:
@@ -285,17 +282,17 @@ def read() -> Table:
 
 def write(table: Table) -> None:
     entries = []
-    for (environment, problem), entry in table.items():
+    for (environment, problem), found in table.items():
         m, n, k, dtype, column_major, transposed = problem[:6]
         record = [m, n, k, str(dtype).removeprefix("torch."), column_major, transposed]
-        entries.append([environment, record, *entry])
+        entries.append([environment, record, found])
     write_json(table_path(), {"format": FORMAT, "entries": entries})
 
 
-def _parsed(record: list) -> tuple[tuple[str, GemmProblem], Entry]:
-    environment, (m, n, k, dtype, column_major, transposed), found, failures = record
-    best = None if found is None else Measured(int(found[0]), *map(float, found[1:]))
-    if best is not None and not (best.sparse_us > 0 and best.dense_us > 0):
-        raise ValueError("a time is not above 0")
-    problem = GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)
-    return (str(environment), problem), Entry(best, tuple(map(str, failures)))
+def _parsed(record: list) -> tuple[tuple[str, GemmProblem], Measured | str]:
+    environment, (m, n, k, dtype, column_major, transposed), found = record
+    if not isinstance(found, str):
+        found = Measured(int(found[0]), *map(float, found[1:]))
+        if not (found.sparse_us > 0 and found.dense_us > 0):
+            raise ValueError("a time is not above 0")
+    return (str(environment), GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)), found

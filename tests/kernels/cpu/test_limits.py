@@ -95,17 +95,6 @@ def test_what_others_measured_meanwhile_is_kept_and_other_threads_have_their_own
     assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
 
 
-def test_a_layer_plans_again_where_algorithms_must_be_deterministic(monkeypatch):
-    packed, x = kernels.pack_nm(torch.randn(32, 64)), torch.randn(21, 64)
-    plan, asked = kernels.matmul.plan_packed, []
-    monkeypatch.setattr(kernels.matmul, "plan_packed", lambda *problem: asked.append(problem) or plan(*problem))
-    for deterministic in (False, True, True):
-        torch.use_deterministic_algorithms(deterministic)
-        kernels.matmul.packed_layer(x, packed)
-    torch.use_deterministic_algorithms(False)
-    assert len(asked) == 2
-
-
 def test_a_layer_takes_the_new_limit_at_once(slower_from, monkeypatch):
     packed, x = kernels.pack_nm(torch.randn(32, 64)), torch.randn(20, 64)
     asked = []

@@ -112,20 +112,6 @@ def test_more_rows_and_tokens_than_are_multiplied_at_once(path, dtype, int8, pat
     assert torch.equal(y, few[tokens][:, rows])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dense_weights(path, dtype):
-    """Bit for bit those of the reference, also of values that no arithmetic must touch, and of int8 values."""
-    for k, rows, pattern in ((8, 1, (2, 4)), (136, 33, (2, 4)), (544, 3, (16, 32)), (128, 5, (31, 64)), (8, 3, (6, 8))):
-        for int8 in (False, True):
-            part = of_rows(operands(dtype, k, int8, *pattern)[1], slice(rows))
-            part[0] = part[0].clone()
-            if not int8:
-                part[0][0, :4] = torch.tensor([NAN, INF, -0.0, 1e-7])
-            ours, theirs = operators.unpack_nm(*part), kernels.reference.packed.unpack_nm(*part)
-            bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
-            assert ours.dtype == dtype and torch.equal(ours.view(bits), theirs.view(bits))
-
-
 @pytest.mark.parametrize("int8", [False, True], ids=["floating", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", [(2, 4), (16, 32)])
