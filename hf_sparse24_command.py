@@ -122,25 +122,14 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
     text = "measure sparse GEMMs of training MODEL (on a GPU, or fp32 on a CPU), or packed layers (on a CPU)"
     tune = command("tune", "gemm_commands:tune", text)
-    text = "bytes that training MODEL holds and that pruning moves, and when sparse GEMMs pay for it"
-    plan = command("plan", "gemm_commands:plan", text)
-    for each in (tune, plan):
-        each.add_argument("model", metavar="MODEL", help=_MODEL)
-    for each in (doctor, tune, plan):
+    tune.add_argument("model", metavar="MODEL", help=_MODEL)
+    for each in (doctor, tune):
         each.add_argument("--method", help="such as s-ste; without it the model's own, or the default")
         each.add_argument("--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp")
         dtypes = ("bf16", "fp16", "fp32")
         each.add_argument("--dtype", choices=dtypes, default="bf16", help="of the GEMMs (default bf16)")
         text = "that a layer multiplies at a time: micro-batch x length, patches of images too (default 8192)"
         each.add_argument("--tokens", type=positive_number, default=8192, help=text)
-    text = "FLOP that the GPU computes per byte that it moves (default: 295, an H100 SXM by its data sheet)"
-    plan.add_argument("--flops-per-byte", type=positive_number, metavar="N", help=text)
-
-    text = "one HTML file about a run: losses, flip rates by layer, masks, metrics, schedule, speed, memory, config"
-    report = command("report", "run_report:report", text)
-    report.add_argument("directory", metavar="RUN", help="the output_dir of a Trainer")
-    report.add_argument("--dense", metavar="CONTROL_RUN", help="that of a dense run, to compare with")
-    report.add_argument("--output", metavar="FILE.html", help="where to (default RUN/report.html)")
 
     text = "save what a training checkpoint computes with, for others to use, and its tokenizer"
     export = command("export", "checkpoint_commands:export", text)

@@ -236,7 +236,6 @@ def pages() -> dict[str, str]:
     made["reference/cli.md"] = command_line_page()
     made["start/architectures.md"] = architectures_page.page()
     made["measured/methods.md"] = methods_page()
-    made["measured/plan.md"] = (RESULTS / "plan.md").read_text()
     made["measured/costs.md"] = costs_page()
     made["measured/cpu.md"] = cpu_page.page(RESULTS / "cpu")
     made["measured/frontier.md"] = frontier_page.page(RESULTS / "frontier")

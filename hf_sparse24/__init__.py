@@ -21,7 +21,6 @@ from .patching.surgery import patch_model, unpatch_model
 from .peft.tuners import register_tuners as _register_tuners
 from .pruning.oneshot import oneshot
 from .pruning.own_text import own_text
-from .pruning.patterns import choose_patterns
 from .run import set_phase, sparse_run
 from .training.callback import Sparse24Callback
 from .training.controller import Sparse24Controller
@@ -42,7 +41,6 @@ __all__ = [
     "Sparse24Linear",
     "Sparse24Seq2SeqTrainer",
     "Sparse24Trainer",
-    "choose_patterns",
     "describe_settings",
     "distill",
     "export_model",

@@ -1,4 +1,4 @@
-"""Everything once, in a few minutes on a CPU: data, 2:4 training, plot, report, save, reload, exports, a sample.
+"""Everything once, in a few minutes on a CPU: data, 2:4 training, plot, save, reload, exports, a sample.
 
 `python recipes/quickstart.py` pre-trains a small Llama on the source of Python's standard library as
 `quickstart.yaml` says; flags of `train.py` may follow. It fails if the saved model does not come back bit for bit, or
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from hf_sparse24 import export_model, is_nm_sparse, make_model_card, sparse_run, sparse_weights
 from hf_sparse24.hub.picture import write_picture
-from hf_sparse24.tools.run_report import write_report
 
 RECIPES = Path(__file__).resolve().parent
 
@@ -47,7 +46,6 @@ def main(flags: list[str], data: str = "runs/stdlib_text", max_files: int | None
     print(f"validation loss    {losses[0]:.3f} before, {losses[-1]:.3f} after {trainer.state.global_step} steps")
     print(f"zeros              {sparse_zeros:.1%} of the 2:4 weights, {zeros:.1%} of all parameters")
     print(f"plot               {picture or 'none: pip install matplotlib'}")
-    print(f"report             {write_report(output)}")
     print(f"model              {output}  (import hf_sparse24, then from_pretrained; goes on training 2:4)")
     print(f"dense export       {size(output / 'export')} in {output / 'export'}  (zeros and all, loads anywhere)")
     if ended == "sparse":

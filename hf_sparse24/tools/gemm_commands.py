@@ -1,4 +1,4 @@
-"""`hf-sparse24 doctor | tune | plan`: the GEMMs of a model, whose weights are not loaded."""
+"""`hf-sparse24 doctor | tune`: the GEMMs of a model, whose weights are not loaded."""
 
 import argparse
 from functools import partial
@@ -22,7 +22,6 @@ from ..weights.sparse_weight import sparse_weights
 from . import doctor as checks
 from . import print_table
 from .models import read_model
-from .plan import FLOPS_PER_BYTE, print_plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -100,20 +99,13 @@ def _tune_packed(model: PreTrainedModel, dtype: torch.dtype) -> None:
     print_table(rows)
 
 
-def plan(options: argparse.Namespace) -> int:
-    """Print what a step of training holds, what pruning moves, and when sparse GEMMs pay for it."""
-    dtype, flops_per_byte = _DTYPES[options.dtype], options.flops_per_byte or FLOPS_PER_BYTE
-    print_plan(options.model, _patched(options), options.tokens, dtype, flops_per_byte)
-    return 0
-
-
 def _patched(options: argparse.Namespace) -> PreTrainedModel:
     """The model's architecture without weights, patched as it would be trained."""
     model, own = read_model(options.model)
     if own.get("quant_method", "sparse24") != "sparse24":
         raise ValueError(f"{options.model} is quantized with {own['quant_method']}: training needs plain weights")
     sparse = Sparse24Config.from_dict(own)
-    what = f"{options.model} is not planned for; give the dense model, with --method {sparse.method}"
+    what = f"{options.model} is not trained; give the dense model, with --method {sparse.method}"
     check_dense_master(sparse, what)
     if options.method and options.method != sparse.method:
         sparse = Sparse24Config(**{name: getattr(sparse, name) for name in SHARED} | {"method": options.method})

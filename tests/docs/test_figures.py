@@ -1,13 +1,10 @@
 """Figures of the documentation: each draws, is committed as drawn, is used, and is readable on light and dark pages."""
 
-import base64
 import functools
-import io
 import re
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 
-import browser
 import build_site
 import make
 import pages
@@ -15,7 +12,6 @@ import pytest
 import results
 import style
 from paths import ROOT
-from PIL import Image
 
 of_drawings = pytest.mark.slow  # Matplotlib draws each in a second
 
@@ -90,23 +86,3 @@ def _luminance(colour: str) -> float:
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_an_image_follows_the_page(tmp_path):
-    """The site and GitHub set `color-scheme` by their own toggle, whatever the system prefers."""
-    shown = {}
-    with browser.new_page() as page:
-        for scheme in ("light", "dark"):
-            (background,) = style.BACKGROUNDS[scheme][:1]
-            path = tmp_path / f"{scheme}.html"
-            image = (make.IMAGES / "hero.svg").as_uri()
-            path.write_text(
-                f'<body style="color-scheme: {scheme}; background: {background}"><img src="{image}" alt="hero">'
-            )
-            page.open(path)
-            data = page.call("Page.captureScreenshot")["data"]
-            pixels = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
-            shown[scheme] = {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in pixels.getcolors(1 << 24)}
-    _, light, dark = style.COLOURS[style.INK]
-    assert light in shown["light"] and dark in shown["dark"]
-    assert dark not in shown["light"] and light not in shown["dark"]

@@ -74,7 +74,7 @@ def test_wheel(built):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"hf_sparse24", "hf_sparse24_command.py", "sparse24_kernels"}
     assert {name for name in names if name.endswith(".py")} == modules()
-    assert {"hf_sparse24/py.typed", "hf_sparse24/tools/report.css", "sparse24_kernels/py.typed"} <= set(names)
+    assert {"hf_sparse24/py.typed", "sparse24_kernels/py.typed"} <= set(names)
     native = "sparse24_kernels/cpu/native"
     assert {f"{native}/{path.name}" for path in SOURCES.iterdir()} == {name for name in names if native in name}
 

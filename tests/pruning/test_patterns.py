@@ -1,4 +1,4 @@
-"""N:M by layer, and its choice from the zeros that a model has."""
+"""N:M by layer."""
 
 import pytest
 import torch
@@ -9,9 +9,7 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import (
     Sparse24Config,
     Sparse24Trainer,
-    choose_patterns,
     export_model,
-    oneshot,
     patch_model,
     sparse_weights,
     unpatch_model,
@@ -118,40 +116,3 @@ def with_zeros(shares: dict[str, float]):
             if share is not None:
                 module.weight *= torch.rand(module.weight.shape, generator=generator) >= share
     return model
-
-
-def test_the_choice_follows_the_zeros_of_the_groups():
-    """By the binomial distribution, with 75 % zeros 2.7 % of groups of 8 have more than 4 non-zeros and 11.4 % more
-    than 3; with 55 % zeros, 1.8 % have more than 6 and 8.8 % more than 5."""
-    model = with_zeros({"up_proj": 0.75, "down_proj": 0.55, "q_proj": 0.05})
-    patterns = choose_patterns(model)
-    assert patterns == {
-        f"model.layers.{layer}.mlp.{name}": pattern
-        for layer in range(2)
-        for name, pattern in (("up_proj", "4:8"), ("down_proj", "6:8"))
-    }
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.zero_()
-    assert choose_patterns(model)["model.layers.0.mlp.up_proj"] == "1:8"
-
-
-def test_oneshot_makes_an_unstructured_model_n_m_by_layer():
-    model = with_zeros({"up_proj": 0.75, "down_proj": 0.55})
-    patterns = choose_patterns(model)
-    config = Sparse24Config(method="fixed-mask", layer_patterns=patterns, target_modules=list(patterns))
-    oneshot(model, [zoo.batch(i) for i in range(4)], config, criterion="magnitude", reconstruct="layer")
-    for name, pattern in patterns.items():
-        assert is_nm_sparse(model.get_submodule(name).weight, *map(int, pattern.split(":")))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"m": 1}, "m=1: must be"),
-        ({"confidence": 2}, "confidence=2: must be"),
-        ({}, "no targeted layer has a zero"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        choose_patterns(zoo.build("llama"), **arguments)
