@@ -11,7 +11,7 @@ import pytest
 import hf_sparse24_command
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["--version"], ["export", "x"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["--version"], ["export", "x"]])
 def test_help_and_usage_import_nothing_large(arguments):
     code = "import sys, hf_sparse24_command as c\ntry:\n    c.main(sys.argv[1:])\nexcept SystemExit as ended:\n"
     code += "    print(ended.code, {'torch', 'transformers', 'hf_sparse24'} & set(sys.modules), file=sys.stderr)"

@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -53,11 +54,22 @@ class RunLog:
         weights = first_of_each(controller.weights)
         self.layers = {layer_name(name): weight.parameter.numel() for name, weight in weights.items()}
         self._step, self._seconds, self._last = state.global_step, 0.0, time.perf_counter()
-        kept = [line for line, step, _ in read_lines(self.path) if self._step and step <= self._step]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.path) as part:
-            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._is_writable = True
+        with self._one_warning():
+            kept = [line for line, step, _ in read_lines(self.path) if self._step and step <= self._step]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.path) as part:
+                part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         self._append(self._start_line(args, controller))
+
+    @contextmanager
+    def _one_warning(self) -> Iterator[None]:
+        """A context in which a full disk costs one warning and the rest of the log, never the run."""
+        try:
+            yield
+        except OSError as error:
+            self._is_writable = False  # a line after one that was cut would not be read
+            logger.warning(f"{self.path} cannot be written ({error}): it will lack what is logged from here on")
 
     def after_step(self) -> None:
         now = time.perf_counter()
@@ -103,8 +115,9 @@ class RunLog:
         }
 
     def _append(self, entry: Mapping[str, object]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(entry, default=str)}\n")
+        if self._is_writable:
+            with self._one_warning(), open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(entry, default=str)}\n")
 
 
 class ConsoleFilter(TrainerCallback):

@@ -13,7 +13,7 @@ from hf_sparse24.tools import doctor
 from hf_sparse24_command import main
 
 WEIGHT, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-ALL = "plan doctor inspect verify export"
+ALL = "doctor inspect verify export"
 NESTED = "[" * 9999
 OWN = "quantization_config"
 TEXTS = [NESTED, '{"a":' * 9999, "{", "[]", "null", "\xff", "", '{"a": ' + "9" * 9999 + "}"]

@@ -83,12 +83,10 @@ def test_doctor_on_a_model_that_is_not_loaded(directory, capsys):
     ("sparse", "expected"),
     [({"pattern": "8:16"}, "8:16"), ({"layer_patterns": {"up_proj": "8:16"}}, "2:4 in 4 layers, 8:16 in 2 layers")],
 )
-def test_plan_and_doctor_name_the_patterns_of_a_checkpoint(sparse, expected, tmp_path, capsys):
+def test_doctor_names_the_patterns_of_a_checkpoint(sparse, expected, tmp_path, capsys):
     patch_model(model := zoo.build("llama"), Sparse24Config(method="ste", **sparse))
     model.save_pretrained(tmp_path)
     for method in ([], ["--method", "sr-ste"]):
-        assert main(["plan", str(tmp_path), "--tokens", "64", *method]) == 0
-        assert f"of them sparse ({expected})" in capsys.readouterr().out
         assert main(["doctor", str(tmp_path), "--tokens", "64", *method]) == 0
         assert f"forward + backward of {expected}\n" in capsys.readouterr().out
 
