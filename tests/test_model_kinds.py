@@ -224,12 +224,10 @@ def test_oneshot_counts_the_tokens_of_both_sequences_and_no_padding():
 @every_kind
 def test_the_command_takes_every_kind(name, tmp_path, capsys):
     """Without a class in the config, the whole model, not the decoder that Whisper, BART and Marian have too."""
-    config = model_kinds.build(name).config
+    config, whole = model_kinds.build(name).config, "clip" if name == "clip-classifier" else name
     for architectures in ([KINDS[name].model_class], None):
         config.architectures = architectures
         config.save_pretrained(tmp_path)
-        assert main(["plan", str(tmp_path), "--target-modules", "all-linear"]) == 0
-        assert re.search(r"TFLOP in GEMMs .*; pruning moves \S+ GB", capsys.readouterr().out)
-    assert main(["doctor", str(tmp_path)]) == 0
-    rows = re.findall(r"^ *(\d+) +\d+ x \d+ ", capsys.readouterr().out, re.MULTILINE)
-    assert sum(map(int, rows)) == 2 * 2 * len(STACKS["clip" if name == "clip-classifier" else name])
+        assert main(["doctor", str(tmp_path)]) == 0
+        rows = re.findall(r"^ *(\d+) +\d+ x \d+ ", capsys.readouterr().out, re.MULTILINE)
+        assert sum(map(int, rows)) == 2 * 2 * len(STACKS[name if architectures else whole])

@@ -110,14 +110,14 @@ def test_every_way_in(tmp_path):
 
 
 def test_commands(tmp_path, capsys):
-    """`export` takes a checkpoint of packed masters, `plan` refuses it by name."""
+    """`export` takes a checkpoint of packed masters, `doctor` refuses it by name."""
     model, saved, directory = made(), str(tmp_path / "saved"), str(tmp_path / "export")
     model.save_pretrained(saved)
     assert main(["export", saved, directory]) == 0 and main(["verify", directory]) == 0
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
     with pytest.raises(ValueError, match="holds a training checkpoint"):
         export_model(model, saved)
-    assert main(["plan", saved]) != 0
+    assert main(["doctor", saved]) != 0
     assert "master='packed'" in capsys.readouterr().err
 
 

@@ -35,6 +35,9 @@ def calls(monkeypatch):
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", [cpu._replace(load=lambda: table)])
     dispatch.choose.cache_clear()
     _kept_plan.cache_clear()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # the check on first use calls it too
+        dispatch.choose("packed_linear", torch.device("cpu"), dtype)
+    sizes.clear()
     yield sizes
     _kept_plan.cache_clear()
     dispatch.choose.cache_clear()

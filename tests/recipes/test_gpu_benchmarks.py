@@ -194,7 +194,7 @@ def test_gemms(tiny, tuned, times, tmp_path):
     rows = result["sections"]["GEMMs"]["rows"]
     assert all("us" in row["times"]["sparse"] for row in rows.values())
     row = rows[f"{LAYERS[1]}: output"]
-    assert row["facts"]["algorithm"] == [3, 1, -1]
+    assert row["facts"]["algorithm"] == 3
     assert row["goals"] == {"auto": gemms.AUTO, "sparse, packing": 1.5}
     assert rows[f"{LAYERS[0]}: output"]["goals"] == {"auto": gemms.AUTO}  # too few tokens
     cells = ("dense 1000 us", "sparse 500 us (2.00)", "sparse, packing 800 us (1.25, MISSES 1.5)")
