@@ -7,7 +7,8 @@
 
 The small Llama and the text of `compare_methods.py`, 600 steps of 1,024 tokens unless a run says otherwise, each method
 at the learning rate that `results/methods` found for it. A run that has its file is not repeated, so the work can be
-cut into pieces. `docs/claims_page.py` makes the page, and computes each verdict from these files.
+cut into pieces. `docs/claims_page.py` makes the page of the rows in `results/claims/rows.yaml`, and computes verdicts
+on losses from these files.
 """
 
 import argparse

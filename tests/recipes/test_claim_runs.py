@@ -1,15 +1,14 @@
-"""The page of claims: verdicts are recomputed from the files, rules decide as they say, and one run is repeated."""
+"""The page of claims: rows of losses are recomputed from the files, rules decide, and one run is repeated."""
 
 import json
 import re
-from dataclasses import replace
 
 import claims_once
 import claims_page
 import pytest
 import torch
 import zoo
-from claims_page import CONTRADICTED, ELSEWHERE, NOT_SEEN, SEEN, VERDICTS, Results
+from claims_page import CONTRADICTED, ELSEWHERE, NOT_SEEN, SEEN, VERDICTS, Claim, Results
 from paths import ROOT
 
 from recipes import claims  # not tests/support/claims.py
@@ -22,13 +21,15 @@ def test_the_page_is_that_of_the_files():
     assert PAGE.read_text() == claims_page.page(COMMITTED)
 
 
-def test_every_claim_has_a_number_and_a_verdict():
-    found = [claim for paper in claims_page.read_papers() for claim in paper.claims]
+def test_every_row_has_a_number_and_either_a_statistic_or_a_verdict():
+    found = [claim for section in Results(COMMITTED).sections() for claim in section.claims]
     rows = re.findall(r"^\| ?([A-Z]\d+) \|.*\| ([^|]+?) ?\|$", PAGE.read_text(), re.MULTILINE)
-    assert [number for number, _ in rows] == [claim.number for claim in found] and len(found) >= 25
-    assert {verdict for _, verdict in rows} <= set(VERDICTS)
-    assert len({claim.number for claim in found}) == len(found)
-    assert all(claim.judge for claim in found if isinstance(claim.judge, str))  # a typed verdict has its reason
+    assert [number for number, _ in rows] == [claim.id for claim in found] and len(found) >= 25
+    assert {verdict.strip("*") for _, verdict in rows} <= set(VERDICTS)
+    assert len({claim.id for claim in found}) == len(found)
+    for claim in found:
+        assert bool(claim.statistic) == bool(claim.gaps) != bool(claim.verdict), claim.id
+        assert claim.frozen or claim.statistic or claim.verdict == ELSEWHERE, claim.id
 
 
 @pytest.mark.parametrize(
@@ -64,24 +65,50 @@ def test_costs(costs, verdict):
     assert claims_page.cheap(costs) == verdict
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "each", "worst"),
+    [
+        ([SEEN, SEEN], SEEN, SEEN),
+        ([SEEN, NOT_SEEN], NOT_SEEN, NOT_SEEN),
+        ([SEEN, CONTRADICTED], NOT_SEEN, CONTRADICTED),
+        ([CONTRADICTED, CONTRADICTED], CONTRADICTED, CONTRADICTED),
+    ],
+)
+def test_several_parts(verdicts, each, worst):
+    assert (claims_page.together(verdicts), claims_page.worst(verdicts)) == (each, worst)
+
+
+def copied(folder, losses):
+    """Results of seed 0 alone, with other losses."""
+    (folder / "claims").mkdir()
+    for name, loss in losses.items():
+        path = COMMITTED / "claims" / f"{name}-seed0.json"
+        (folder / "claims" / path.name).write_text(json.dumps(json.loads(path.read_text()) | {"eval_loss": loss}))
+    return Results(folder)
+
+
 @pytest.mark.parametrize(("cost", "verdict"), [(0.03, SEEN), (0.05, NOT_SEEN), (0.075, NOT_SEEN), (0.09, CONTRADICTED)])
-def test_what_is_comparable_with_dense(cost, verdict):
-    assert claims_page.comparable([cost], {0: {"eval_loss": 3.0}}) == verdict
+def test_comparable_with_dense(tmp_path, cost, verdict):
+    results = copied(tmp_path, {"dense": 3.0, "mvue": 3.0 + cost})
+    claim = Claim("X1", "", "", "{} {share:.1%}", [["claims/dense", "claims/mvue"]], "comparable")
+    assert claims_page.judged(claim, results) == (f"+{cost:.3f}, 1 seed {cost / 3:.1%}", verdict)
 
 
 def test_a_changed_file_changes_the_verdict(tmp_path):
-    for name in ("mvue", "greedy"):
-        path = COMMITTED / "claims" / f"{name}-seed0.json"
-        run = json.loads(path.read_text()) | {"eval_loss": 3.0 if name == "mvue" else 3.1}
-        (tmp_path / "claims").mkdir(exist_ok=True)
-        (tmp_path / "claims" / path.name).write_text(json.dumps(run))
-    assert claims_page.lower("mvue", "greedy", Results(tmp_path))[1] == SEEN
-    assert claims_page.lower("greedy", "mvue", Results(tmp_path))[1] == CONTRADICTED
-    assert claims_page.costs("mvue", "greedy", Results(tmp_path)) == ("`mvue` over `greedy` -0.100, 1 seed", SEEN)
-    with pytest.raises(claims_page.NotRun, match="dense"):
-        Results(tmp_path).short("dense")
-    typed = replace(claims_page.read_papers()[0].claims[0], judge="no GPU")
-    assert claims_page.found(typed, Results(tmp_path)) == ("no GPU", ELSEWHERE)
+    results = copied(tmp_path, {"mvue": 3.0, "greedy": 3.1})
+
+    def judged(one, other, statistic, **options):
+        gaps = [[f"claims/{one}", f"claims/{other}"]]
+        return claims_page.judged(Claim("X1", "", "", "over it {}", gaps, statistic, **options), results)
+
+    assert judged("mvue", "greedy", "lower") == ("over it +0.100, 1 seed", SEEN)
+    assert judged("greedy", "mvue", "lower") == ("over it -0.100, 1 seed", CONTRADICTED)
+    assert judged("greedy", "mvue", "cheap") == ("over it -0.100, 1 seed", SEEN)
+    assert judged("mvue", "greedy", "cheap", taken="each", of=[0]) == ("over it +0.100, 1 seed", CONTRADICTED)
+    with pytest.raises(FileNotFoundError, match="claims/dense"):
+        judged("dense", "mvue", "lower")
+    typed = Claim("X1", "", "", "no GPU", verdict=ELSEWHERE)
+    assert claims_page.judged(typed, results) == ("no GPU", ELSEWHERE)
 
 
 def test_a_run_that_has_its_file_is_not_repeated(tmp_path, monkeypatch):
