@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import analysis_page
 import architectures_page
 import claims_page
 import cpu_page
@@ -242,7 +241,6 @@ def pages() -> dict[str, str]:
     made["measured/gpu.md"] = gpu_page.page(RESULTS / "gpu")
     made["measured/scaling.md"] = scaling_page.page(RESULTS / "scaling")
     made["measured/claims.md"] = claims_page.page(RESULTS)
-    made["measured/analysis.md"] = analysis_page.page(RESULTS / "analysis.json")
     made["measured/pretrained.md"] = pretrained_page.page(RESULTS / "pretrained")
     return made
 

@@ -1,6 +1,6 @@
 """Draw every figure of the README and the site: `make figures`, into docs/images.
 
-python docs/figures/make.py             # all of them; files that no figure has any more are removed
+python docs/figures/make.py             # all of them; files that are neither theirs nor frozen are removed
 python docs/figures/make.py hero mvue   # these
 """
 
@@ -13,7 +13,6 @@ sys.path += [str(ROOT / "recipes"), str(ROOT / "docs")]  # methods_runs.py, clai
 
 import concepts  # noqa: E402, F401  registers its figures
 import concepts_runs  # noqa: E402, F401  the same
-import descent  # noqa: E402, F401  the same
 import first_screen  # noqa: E402, F401  the same
 import frontier  # noqa: E402, F401  the same
 import papers  # noqa: E402, F401  the same
@@ -22,6 +21,8 @@ import size_gap  # noqa: E402, F401  the same
 from style import PICTURES, render  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
+FROZEN = {"descent-predicted", "descent-flips", "flips-by-gap", "flips-dense"}
+"""Files whose code is gone: docs/measured/analysis.md names the commit that drew them."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         path.write_text(render(name))
         print(f"{path}  {path.stat().st_size / 1024:.0f} KB")
     for path in IMAGES.glob("*.svg"):
-        if path.stem not in PICTURES:
+        if path.stem not in PICTURES.keys() | FROZEN:
             path.unlink()
 
 

@@ -5,7 +5,6 @@ import itertools
 import json
 
 import analysis
-import analysis_page
 import pytest
 import stdlib_text
 import torch
@@ -131,46 +130,3 @@ def test_the_recipe_measures_what_is_missing_and_repeats_nothing(tmp_path, monke
     assert path.read_text() == before
     with pytest.raises(UsageError, match="name another with --results"):
         analysis.main([*flags, "--only", "ste", "--steps", "6"])
-
-
-def made_up(variant, seed=0, held=0.1, actual=0.1, predicted=0.1, last=0.1):
-    """A run as `measure` returns it, of six measured steps."""
-    tiles = {"flip_rates": [[40, 0.2], [80, 0.3], [120, last]], "tiles": 9, "never": 0.5, "correlation": -0.3}
-    tiles |= {"tenths": [[0.1, 9.0], [0.2, 1.0]], "some": [[0.1, 4]]}
-    rows = {"held": held, "actual": actual, "predicted": predicted, "predicted_pruned": 0.1}
-    points = {key: [value * (1 + step) for step in range(6)] for key, value in rows.items()}
-    points |= {"step": list(range(6)), "flip_rate": [0.1, 0.4, 0.2, 0.1, 0.1, 0.05]}
-    has_tiles = variant == "dense" or variant.startswith("t-sr-ste")
-    return {"variant": variant, "seed": seed, "eval_loss": 3.0, "points": points, "tiles": has_tiles and tiles}
-
-
-def test_the_page_says_of_each_claim_whether_every_seed_shows_it(tmp_path):
-    runs = [made_up(variant, seed) for variant in analysis.VARIANTS for seed in (0, 1) if variant != "ste"]
-    runs += [made_up("ste", 0, held=0.1, actual=0.15, predicted=0.3), made_up("ste", 1, held=0.1, actual=-0.1)]
-    path = tmp_path / "analysis.json"
-    path.write_text(json.dumps({"settings": analysis.SETTINGS, "versions": {"torch": "2.13"}, "runs": runs}))
-    text = analysis_page.page(path)
-    assert "| Flips change the loss less with S-STE than with a hard threshold | seen |" in text
-    assert "| S-STE has fewer steps that ascend than a hard threshold | **seeds differ** |" in text
-    assert "| With a hard threshold, flips raise the loss on the whole | **seeds differ** |" in text
-    assert "| Masks of `t-sr-ste` end calmer with more decay | **not seen** |" in text  # equally calm
-    assert "| `ste` | 0.000 [1.000, -1.000] | -0.25 [0.50, -1.00] |" in text
-    assert "| `ste` | 125.00% [50.00%, 200.00%] | -75.00% [+50.00%, -200.00%] |" in text
-
-
-RUNS = json.loads(analysis.RESULTS.read_text())["runs"]
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_what_the_page_reads_from_the_results(seed):
-    """Its paragraph is written by hand."""
-    runs = {run["variant"]: run for run in RUNS if run["seed"] == seed}
-    hard, soft = runs["ste"], runs["s-ste"]
-    assert min(hard["points"]["actual"]) > 0  # no measured step ascends
-    assert 0 < analysis_page.gain_of_flips(hard) < analysis_page.gain_of_flips(hard, 1 / 3)
-    dense = analysis_page.error(runs["dense"], "predicted_pruned")
-    for variant in ("ste", "sr-ste", "s-ste"):
-        assert abs(analysis_page.error(runs[variant], "predicted_pruned") - dense) < 0.02
-    assert analysis_page.gain_of_flips(runs["t-sr-ste"]) < 0
-    assert analysis_page.by_flips(soft) < 0.001
-    assert sum(soft["points"]["actual"]) < sum(hard["points"]["actual"])
