@@ -171,7 +171,8 @@ INTRO = """# What the papers claim, and what was seen
   {noise:g} nats in the mean. *Not seen*: neither.
 - *Costs little*: {noise:g} nats at most. *Comparable*: {share:.0%} of the loss at most. Both in the mean of two seeds,
   or in one seed that is {noise:g} nats away from that limit.
-- Verdicts are computed from the result files by `python docs/build_site.py`, and again by the tests.
+- Verdicts on losses alone are computed from the result files by `python docs/build_site.py`, and again by the tests.
+  The code of commit 79372d2b computed {frozen} others; `recipes/results/claims/rows.yaml` says which.
 - Commands stand for `python recipes/...`. What repeats the papers' own experiments, at their size, is in
   [the papers' experiments](papers.md)."""
 
@@ -192,6 +193,7 @@ def page(folder: Path) -> str:
     table = markdown_table(["paper", *kinds], lines)
     run = results.short("dense")[0]
     sizes = {"claims": len(verdicts), "counts": counts, "table": table, "steps": run["arguments"]["max_steps"]}
+    sizes["frozen"] = sum(bool(claim.frozen) for section in sections for claim in section.claims)
     parts = [INTRO.format(**sizes, noise=NOISE, share=COMPARABLE)]
     for section in sections:
         parts += [f"## {section.section}", section.paper, f"![{section.alt}](../images/{section.image}.svg)"]
