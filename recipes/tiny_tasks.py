@@ -1,12 +1,11 @@
-"""Small data sets in the shape of GLUE and SQuAD that every machine can make, from the standard library's docstrings.
+"""Small data sets in the shape of GLUE that every machine can make, from the standard library's docstrings.
 
-`python recipes/tiny_tasks.py` writes `glue/` (sst2, mnli, stsb), `squad/` and a `tokenizer/` that marks pairs as BERT's
-does. Columns are those of `nyu-mll/glue` and `rajpurkar/squad`, so a recipe reads either by its name. What to learn:
+`python recipes/tiny_tasks.py` writes `glue/` (sst2, mnli, stsb), a `tokenizer/` that marks pairs as BERT's does, and
+`squad/`, texts alone. Columns are those of `nyu-mll/glue`, so a recipe reads either by its name. What to learn:
 
 - sst2: does a function return a value, from the first sentence of its docstring? Half of them do.
 - mnli: the hypothesis is half of the premise (entailment), of another sentence (neutral), or denies it (contradiction).
 - stsb: how much of sentence1 does sentence2 say: 0 for none, 5 for all of it.
-- squad: which module holds a function, what does it take, and what does it do?
 
 They test that recipes learn. They say nothing about language understanding.
 """
@@ -149,25 +148,16 @@ QUESTIONS = ("Which module holds {name}?", "What does {name} take?", "What does 
 
 
 def squad(functions: list[Function], rng: random.Random) -> Iterator[dict]:
-    """One question about each function; its context says three things of it, in any order."""
-    for index, f in enumerate(functions):
+    """A text for each function that says three things of it, in any order."""
+    for f in functions:
         facts = [
-            (f"Module {f.module} holds {f.name}. ", f.module),
-            (f"Arguments of {f.name} are {f.arguments}. ", f.arguments),
-            (f"Its documentation says: {f.sentence}. ", f.sentence),
+            f"Module {f.module} holds {f.name}. ",
+            f"Arguments of {f.name} are {f.arguments}. ",
+            f"Its documentation says: {f.sentence}. ",
         ]
-        asked = rng.randrange(len(facts))
-        fact, answer = facts[asked]
+        rng.randrange(len(facts))  # drew a question once: results were measured on the order that follows
         rng.shuffle(facts)
-        context = "".join(text for text, _ in facts)
-        start = context.index(fact) + fact.rindex(answer)
-        yield {
-            "id": f"{index:06}",
-            "title": f.module,
-            "context": context,
-            "question": QUESTIONS[asked].format(name=f.name),
-            "answers": {"text": [answer], "answer_start": [start]},
-        }
+        yield {"context": "".join(facts)}
 
 
 MAKERS = {"sst2": sst2, "mnli": mnli, "stsb": stsb}

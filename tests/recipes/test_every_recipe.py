@@ -23,7 +23,7 @@ pytest.importorskip("trl")
 
 ON_TEXT = ("sft", "lora")
 SCRIPTS = (*TOYS, *ON_TEXT)
-DATA = {"glue": "tasks", "squad": "tasks", "image_classification": "digits", "translation": "pairs"}
+DATA = {"glue": "tasks", "image_classification": "digits", "translation": "pairs"}
 OWN = {
     "glue": {"max_samples": 64},
     # Without random crops: which of them a resumed run draws depends on what was read ahead.
@@ -53,7 +53,7 @@ def make_flags(request, tmp_path, models):
     return make
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "squad"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_run_resumes_bit_for_bit_and_a_second_one_is_refused(name, make_flags, tmp_path):
     settings = {**OWN.get(name, {}), "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": 4}
     whole = main(name, make_flags(name, **settings))
@@ -84,8 +84,6 @@ def test_a_2_4_model_has_no_control_run(name, make_flags, tmp_path):
     ("name", "settings", "message"),
     [
         ("glue", {"task": "sst3"}, "task='sst3': must be one of cola, sst2"),
-        ("squad", {"max_length": 40}, r"max_length=40: a question of \d+ tokens and stride=32 leave no room"),
-        ("squad", {"stride": 96}, "stride=96: must be from 0 up to below max_length=96"),
         ("image_classification", {"smallest_crop": 0}, "smallest_crop=0.0: must be above 0"),
         ("image_classification", {"mixup": -1}, "mixup=-1.0: must be at least 0"),
         ("image_classification", {"validation_split": "dev"}, "has no split 'dev'"),

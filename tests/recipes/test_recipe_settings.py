@@ -85,7 +85,7 @@ def test_every_file_is_used():
         name for key in (*PRETRAIN, *OTHERS) for name in key.split()
     }
     assert {path.stem for path in (RECIPES / "finetune").iterdir()} == {
-        f"{script}{size}" for script in ("glue", "squad", "sft", "lora") for size in ("", "-toy")
+        f"{script}{size}" for script in ("glue", "sft", "lora") for size in ("", "-toy")
     }
 
 

@@ -41,7 +41,6 @@ MARIAN |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model"
 ENCODER = {**BERT, "max_position_embeddings": 128, "initializer_range": 0.1}
 TOYS = {  # YAML files, and sizes of a smaller model
     "glue": ("finetune", "glue", "glue-toy", ENCODER),
-    "squad": ("finetune", "squad", "squad-toy", ENCODER),
     "image_classification": ("pretrain", "deit-tiny", "deit-toy", {**DEIT, "initializer_range": 0.1}),
     "translation": ("pretrain", "transformer-base", "translation-toy", MARIAN),
 }
