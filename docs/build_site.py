@@ -124,7 +124,7 @@ def command_line_page() -> str:
 
 def methods_page() -> str:
     """The committed page, with the site's pictures of the same runs."""
-    text = re.sub(r"!\[[^]]*\]\(methods\.png\)", _METHODS, (RESULTS / "methods.md").read_text())
+    text = (RESULTS / "methods.md").read_text().replace("## Methods\n\n", f"{_METHODS}\n\n## Methods\n\n")
     text = text.replace("## The search\n\n", f"## The search\n\n{_RATES}\n\n")
     text = text.replace("## How it was made\n\n", f"## By step\n\n{_CURVES}\n\n## How it was made\n\n")
     return text.replace("`recipes/results/cpu_step_time.json`", "[training on a CPU](costs.md)")

@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     if not runs:
         raise UsageError(f"{args.results}: no runs; `make methods` makes them")
     page = (args.results.parent if args.results == RESULTS else args.results) / "methods.md"
-    stdlib_text.replace_file(page, methods_page.page(runs, page.with_suffix(".png")))
+    stdlib_text.replace_file(page, methods_page.page(runs))
     print(page)
 
 

@@ -1,4 +1,4 @@
-"""The page and the picture of `compare_methods.py`, from its runs: `results/methods.md`.
+"""The page of `compare_methods.py`, from its runs: `results/methods.md`.
 
 Every variant is shown at its best learning rate, the one with the lowest validation loss of seed 0. Two variants are
 compared seed by seed, because one seed gives both the same initial weights and the same batches. Numbers of seed 0 and
@@ -10,10 +10,8 @@ import math
 import statistics
 from functools import reduce
 from operator import getitem
-from pathlib import Path
 
-import matplotlib
-from methods_runs import EMBEDDING_RATE, RATE_OF, Run, best_rate, best_runs, curve, gaps, mean, search, training_gaps
+from methods_runs import EMBEDDING_RATE, RATE_OF, Run, best_rate, best_runs, gaps, search
 
 # The variants of `compare_methods.VARIANTS` and those that it ran once, in the order of the tables, and what these say
 # of each. A variant of a method has the method's name with a suffix.
@@ -62,14 +60,12 @@ def method_of(variant: str) -> str:
     return next((name for name in WHAT if variant.startswith(f"{name}-")), variant)
 
 
-def page(runs: list[Run], picture: Path) -> str:
-    """The page as Markdown; its picture is drawn into the file `picture`, which lies next to it."""
+def page(runs: list[Run]) -> str:
+    """The page as Markdown, without pictures: those of the committed runs are on the site."""
     best = {variant: found for variant in WHAT if (found := best_runs(runs, variant))}
-    _draw(runs, best, picture)
     sections = [
         "# Methods side by side",
         _result(best),
-        f"![Validation loss by learning rate, training loss over dense and flip rate by step]({picture.name})",
         "## Methods",
         _methods(best),
         *(["## Variants", variants] if (variants := _variants(best)) else []),
@@ -222,30 +218,3 @@ def _claims(best: dict[str, dict[int, Run]]) -> str:
             "shows what a better mask is worth."
         )
     return "\n".join(lines)
-
-
-def _draw(runs: list[Run], best: dict[str, dict[int, Run]], path: Path) -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (rates, losses, flips) = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
-    colours = dict(zip([name for name in WHAT if name == method_of(name)], plt.get_cmap("tab10").colors))
-    for variant in WHAT:  # a variant has the colour of its method, and is dashed
-        look = {"color": colours[method_of(variant)], "linestyle": "-" if variant in colours else "--"}
-        for axis, points in [
-            (rates, list(search(runs, variant).items())),
-            (losses, mean(training_gaps(best.get(variant, {}), best.get("dense", {})))),
-            (flips, mean(curve(best.get(variant, {}), "flip_rate"))),
-        ]:
-            if points:
-                axis.plot(*zip(*points), marker="o" if axis is rates else None, label=variant, **look)
-    rates.set(xscale="log", xlabel="learning rate", ylabel="validation loss, seed 0")
-    losses.set(xlabel="step", ylabel="training loss over dense, best with best, mean over seeds")
-    flips.set(xlabel="step", ylabel="flip rate (t-sr-ste: per mask refresh)")
-    flips.set_yscale("symlog", linthresh=1e-4)
-    ticks = sorted({run["learning_rate"] for run in runs})
-    rates.set_xticks(ticks, [f"{rate:g}" for rate in ticks], fontsize="small")
-    rates.minorticks_off()
-    figure.legend(*rates.get_legend_handles_labels(), loc="outside right center", fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -5,7 +5,6 @@ There may be any of them: a variant may lack seeds or be missing, and a search m
 
 import json
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,3 @@ def training_gaps(found: dict[int, Run], dense: dict[int, Run]) -> list[tuple[in
         for (step, mine), (_, theirs) in zip(curve(both, "loss"), controls)
     ]
     return [(step, values) for step, values in differences if step > differences[-1][0] / 4]
-
-
-def mean(points: list[tuple[int, tuple[float, ...]]]) -> list[tuple[int, float]]:
-    """Steps and the mean over seeds."""
-    return [(step, statistics.mean(values)) for step, values in points]

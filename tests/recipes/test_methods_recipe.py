@@ -107,12 +107,7 @@ def test_the_page_describes_every_variant():
     assert {*RATE_OF, *RATE_OF.values()} <= methods_page.WHAT.keys()
 
 
-@pytest.fixture
-def page(tmp_path):
-    return lambda runs: methods_page.page(runs, tmp_path / "methods.png")
-
-
-def test_tables(page, tmp_path):
+def test_tables():
     """Each variant at its best rate, over dense at dense's; seeds may be missing, and variants."""
     runs = [
         *[run("dense", GRID[2], loss=3.2), *seeds("dense", [3.0, 3.1, 3.2]), run("dense", GRID[4], loss=3.5)],
@@ -125,8 +120,7 @@ def test_tables(page, tmp_path):
         run("fixed-mask-late", loss=3.7),
         *[run("t-sr-ste", GRID[2], loss=3.9), run("t-sr-ste", GRID[3], loss=3.8)],
     ]
-    text = page(runs)
-    assert (tmp_path / "methods.png").stat().st_size > 0 and "](methods.png)" in text
+    text = methods_page.page(runs)
     assert f"from {len(runs)} runs" in text and "llama of 1,000 parameters on 4,000 tokens" in text
     assert "(cpu, 1 thread; hf_sparse24 0.2, torch 2.13)" in text
     assert "| `dense` | 3.000 |  |  | 3 | 0.0033 |  | the control |" in text
@@ -162,7 +156,7 @@ def test_what_cannot_be_done_is_said(tmp_path, capsys, monkeypatch):
     assert "s-ste-no-mvue: waits for the search of s-ste; run the same again" in capsys.readouterr().out
 
 
-def test_claims(page):
+def test_claims():
     """Judged on the seeds that both have."""
     runs = [
         *seeds("dense", [3.0, 3.0, 3.0]),
@@ -171,7 +165,7 @@ def test_claims(page):
         *seeds("sr-ste", [3.4, 3.05, 3.3]),
         *seeds("step", [3.5, 3.15, 3.9]),
     ]
-    text = page(runs)
+    text = methods_page.page(runs)
     dense = "- `dense` below `s-ste` (every paper: 2:4 costs something): in this order (2 seeds, by +0.100, +0.200)"
     assert dense in text
     assert "(SR-STE, section 3): **not in this order**: seeds differ (3 seeds, by -0.100, +0.050, -0.100)" in text
@@ -183,8 +177,8 @@ def test_claims(page):
     ("losses", "said"),
     [([3.1, 3.1, 3.1], False), ([3.1, 3.0, 3.1], True), ([2.9, 2.9], True), ([3.1], False), ([float("nan")], True)],
 )
-def test_what_a_fixed_mask_says_of_the_comparison(page, losses, said):
-    text = page([*seeds("dense", [3.0, 3.0, 3.0]), *seeds("fixed-mask", losses)])
+def test_what_a_fixed_mask_says_of_the_comparison(losses, said):
+    text = methods_page.page([*seeds("dense", [3.0, 3.0, 3.0]), *seeds("fixed-mask", losses)])
     assert ("**At this size the comparison cannot rank masks.**" in text) == said
 
 
