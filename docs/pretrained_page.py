@@ -39,6 +39,7 @@ CALIBRATED |= dict.fromkeys(("oneshot 16:32", "oneshot 8:16", "oneshot 6:8"), CA
 
 SHORT = {"validation": "validation", "validation_chat": "chat", "unseen_wikipedia": "unseen: Wikipedia"}
 SHORT |= {"unseen_documentation": "unseen: documentation"}
+OVER_DENSE = [f"{name}, x dense" for name in SHORT.values()]
 DRAWS = 1000
 
 
@@ -69,10 +70,9 @@ def decision(runs: list[Run], folder: Path) -> str:
             found = [run for run in found if ("16:32" in run["variant"]) == (pattern == "16:32")]
             if found:
                 best = min(found, key=lambda run: loss(run, "validation"))
-                cells = [over_dense(runs, best, name) for name in SHORT]
-                rows.append([number(tokens), pattern, f"`{best['variant']}`", *cells])
-    head = ["tokens", "pattern", "best on validation", *(f"{SHORT[name]}, x dense" for name in SHORT)]
-    return f"The best of what was tried with seed 0, by the number of training tokens:\n\n{markdown_table(head, rows)}"
+                rows.append([number(tokens), pattern, f"`{best['variant']}`", *all_over_dense(runs, best)])
+    table = markdown_table(["tokens", "pattern", "best on validation", *OVER_DENSE], rows)
+    return f"The best of what was tried with seed 0, by the number of training tokens:\n\n{table}"
 
 
 def recovery(runs: list[Run], folder: Path) -> str:
@@ -83,9 +83,7 @@ def recovery(runs: list[Run], folder: Path) -> str:
             for pattern, variant in variants.items():
                 run = best_rate(runs, variant, tokens)
                 if run:
-                    cells = [over_dense(runs, run, corpus) for corpus in SHORT]
-                    rows.append([number(tokens), name, pattern, *cells, quality(run)[0]])
-    head = ["tokens", "training", "pattern", *(f"{SHORT[name]}, x dense" for name in SHORT), "KL, validation"]
+                    rows.append([number(tokens), name, pattern, *all_over_dense(runs, run), quality(run)[0]])
     decoding = []
     for path in sorted((folder.parent / "frontier").glob("SmolLM2-135M-*-*-*.json")):
         row = json.loads(path.read_text())
@@ -93,7 +91,7 @@ def recovery(runs: list[Run], folder: Path) -> str:
             speeds = (f"{row['speed'][threads]['tokens per s'][1]:.1f}" for threads in "12")
             decoding.append([row["row"], f"{row['bytes'] / 1e6:.0f}", *speeds])
     table = markdown_table(["packed", "MB", "tokens/s, 1 thread", "2 threads"], decoding)
-    text = markdown_table(head, rows)
+    text = markdown_table(["tokens", "training", "pattern", *OVER_DENSE, "KL, validation"], rows)
     first, last = (best_rate(runs, variant, tokens) for variant, tokens in GAIN)
     if first and last:
         ratios = [over_dense(runs, run, "validation").split()[0] for run in (first, last)]
@@ -120,20 +118,14 @@ RECOVERY = {
 
 def one_shot(runs: list[Run], folder: Path) -> str:
     found = sorted(at(runs, 0), key=lambda run: loss(run, "validation"))
-    rows = [
-        [
-            f"`{run['variant']}`",
-            *CALIBRATED.get(run["variant"], ("", "")),
-            *(over_dense(runs, run, name) for name in SHORT),
-            *quality(run),
-        ]
-        for run in found
-    ]
-    text = markdown_table(["model", "tokens", "passes", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY], rows)
-    reference = next((run for run in found if run["variant"] == "ours, sparsegpt alone"), None)
-    ours = next((run for run in found if run["variant"] == "oneshot"), None)
-    dense = next(run for run in found if run["variant"] == "dense")
-    if reference and ours:
+    rows = []
+    for run in found:
+        calibrated = CALIBRATED.get(run["variant"], ("", ""))
+        rows.append([f"`{run['variant']}`", *calibrated, *all_over_dense(runs, run), *quality(run)])
+    text = markdown_table(["model", "tokens", "passes", *OVER_DENSE, *QUALITY], rows)
+    by_variant = {run["variant"]: run for run in found}
+    dense, ours, reference = map(by_variant.get, ("dense", "oneshot", "ours, sparsegpt alone"))
+    if dense and ours and reference:
         gaps = {name: [loss(run, name) - loss(dense, name) for run in (ours, reference)] for name in SHORT}
         shares = [f"{gap / whole:.2f} on {SHORT[name]}" for name, (gap, whole) in gaps.items()]
         text += f"\n\n{BLOCK_TRAINED} {', '.join(shares)}.\n\n{PATTERNS}"
@@ -166,11 +158,9 @@ def by_tokens(runs: list[Run], folder: Path) -> str:
     rows = []
     for run in sorted(runs, key=lambda run: (run["variant"], run["tokens"])):
         if run["tokens"] and run["seed"] == 0 and run is best_rate(runs, run["variant"], run["tokens"]):
-            cells = [over_dense(runs, run, name) for name in SHORT]
-            rate = f"{run['learning_rate']:g}"
-            rows.append([f"`{run['variant']}`", number(run["tokens"]), rate, *cells, *quality(run)])
-    head = ["variant", "tokens", "learning rate", *(f"{SHORT[name]}, x dense" for name in SHORT), *QUALITY]
-    return markdown_table(head, rows)
+            place = [f"`{run['variant']}`", number(run["tokens"]), f"{run['learning_rate']:g}"]
+            rows.append([*place, *all_over_dense(runs, run), *quality(run)])
+    return markdown_table(["variant", "tokens", "learning rate", *OVER_DENSE, *QUALITY], rows)
 
 
 def bits(runs: list[Run], folder: Path) -> str:
@@ -192,7 +182,7 @@ def seeds(runs: list[Run], folder: Path) -> str:
             losses = [[loss(run, name) for run in found] for name in SHORT]
             cells = [f"{sum(each) / len(each):.3f} [{min(each):.3f}, {max(each):.3f}]" for each in losses]
             rows.append([f"`{variant}`", number(tokens), str(len(found)), *cells])
-    head = ["variant", "tokens", "seeds", *(f"{SHORT[name]}, nats" for name in SHORT)]
+    head = ["variant", "tokens", "seeds", *(f"{name}, nats" for name in SHORT.values())]
     return markdown_table(head, rows) if rows else ""
 
 
@@ -210,7 +200,7 @@ def beside_fixed_mask(runs: list[Run], folder: Path) -> str:
                 rows.append([f"`{name}`", f"`{control}`", *place, *cells, f"{max(flips):.3%}" if flips else ""])
     if not rows:
         return ""
-    ratios = (f"{SHORT[name]}, x fixed" for name in SHORT)
+    ratios = (f"{name}, x fixed" for name in SHORT.values())
     head = ["variant", "over", "tokens", "learning rate", "seed", *ratios, "highest flip rate"]
     return FIXED_MASK.format(light=light) + markdown_table(head, rows)
 
@@ -359,6 +349,11 @@ def over_dense(runs: list[Run], run: Run, corpus: str) -> str:
     if control is None:
         return ""
     return "1" if control is run else ratio(run, control, corpus)
+
+
+def all_over_dense(runs: list[Run], run: Run) -> list[str]:
+    """`over_dense` for each corpus."""
+    return [over_dense(runs, run, corpus) for corpus in SHORT]
 
 
 def ratio(run: Run, control: Run, corpus: str, digits: int = 2) -> str:
