@@ -17,7 +17,6 @@ embeddings do not (`LOG.md`, 2026-11-22).
 
 import argparse
 import json
-import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -28,15 +27,14 @@ import methods_page
 import stdlib_text
 import torch
 import train
-import transformers
 from arguments import UsageError, parse_arguments
 from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, read_runs, search
-from running import evaluate_text, train_and_save, whole_checkpoint
+from running import evaluate_text, train_and_save, versions, whole_checkpoint
 from running import run as run_script
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from hf_sparse24 import __version__, sparse_weights
+from hf_sparse24 import sparse_weights
 from hf_sparse24.progress import Progress
 
 RECIPES = Path(__file__).resolve().parent
@@ -172,12 +170,7 @@ def run(
         "arguments": {
             name: getattr(args, name) for name in ("max_steps", "weight_decay", "adam_beta2", "warmup_steps")
         },
-        "versions": {
-            "hf_sparse24": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "device": f"{args.device.type}, threads: {torch.get_num_threads()}",
     }
 

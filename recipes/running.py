@@ -2,18 +2,21 @@
 
 import logging
 import math
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from arguments import SparseArguments, UsageError
 from optional import MissingPackage
 from sparse24_kernels import Pattern
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from hf_sparse24 import Sparse24Config, Sparse24Trainer, sparse_run, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Trainer, __version__, sparse_run, unpatch_model
 from hf_sparse24.methods import METHODS
 from hf_sparse24.training.resume import last_whole_checkpoint
 
@@ -147,6 +150,12 @@ def save_metrics(trainer: Trainer, split: str, metrics: dict) -> None:
     """Print the metrics, and write them to `<split>_results.json` and into `all_results.json`."""
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a result depends on."""
+    found = {"hf_sparse24": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return found | {"python": platform.python_version()}
 
 
 def leave(trainer: Trainer) -> None:

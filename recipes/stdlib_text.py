@@ -9,9 +9,10 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -42,19 +43,16 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
     if vocab_size < 256 + len(SPECIAL_TOKENS):
         raise ValueError(f"vocab_size={vocab_size}: a byte-level tokenizer needs at least {256 + len(SPECIAL_TOKENS)}")
     directory = Path(directory)
-    manifest = directory / "manifest.json"
     settings = {"python": platform.python_version(), "vocab_size": vocab_size, "max_files": max_files}
-    if manifest.exists() and json.loads(manifest.read_text())["settings"] == settings:
+    if is_finished(directory, settings):
         return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    manifest.unlink(missing_ok=True)  # written last: a directory without one is not finished
     documents = read_stdlib(max_files)
     train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
     validation = documents[HELD_OUT - 1 :: HELD_OUT]
-    replace_file(directory / "train.jsonl", jsonl(train))
-    replace_file(directory / "validation.jsonl", jsonl(validation))
+    write_rows(directory / "train.jsonl", [{"text": text} for text in train])
+    write_rows(directory / "validation.jsonl", [{"text": text} for text in validation])
     train_tokenizer(train, vocab_size).save_pretrained(directory / "tokenizer")
-    replace_file(manifest, json.dumps({"settings": settings, "train": len(train), "validation": len(validation)}))
+    finish(directory, settings, {"train": len(train), "validation": len(validation)})
     return directory
 
 
@@ -102,8 +100,34 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def jsonl(texts: list[str]) -> str:
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a `.jsonl` file, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def is_finished(directory: Path, settings: dict[str, Any]) -> bool:
+    """Whether `directory` has a whole data set of these settings; one of others counts as begun from here on."""
+    manifest = directory / "manifest.json"
+    if manifest.exists() and json.loads(manifest.read_text()).get("settings") == settings:
+        return True
+    directory.mkdir(parents=True, exist_ok=True)
+    manifest.unlink(missing_ok=True)
+    return False
+
+
+def finish(directory: Path, settings: dict[str, Any], rows: dict[str, int]) -> None:
+    """Write the manifest, last: a directory without one is not finished."""
+    replace_file(directory / "manifest.json", json.dumps({"settings": settings, "rows": rows}))
+
+
+def prepare_by_flags(prepare: Callable[[str], Path], directory: str, description: str | None) -> None:
+    """The script of a small data set: prepare it in the directory that a flag names, and print what is there."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", default=directory, help="default: %(default)s")
+    made = prepare(parser.parse_args().directory)
+    for name, rows in json.loads((made / "manifest.json").read_text())["rows"].items():
+        print(f"{made / name}: {rows} rows")
 
 
 def main() -> None:

@@ -11,8 +11,6 @@
 They test that recipes learn. They say nothing about a model's knowledge.
 """
 
-import argparse
-import json
 import os
 import platform
 import random
@@ -46,11 +44,9 @@ def prepare(directory: str | os.PathLike, max_files: int | None = None) -> Path:
         `directory`.
     """
     directory = Path(directory)
-    manifest = directory / "manifest.json"
     settings = {"python": platform.python_version(), "max_files": max_files}
-    if manifest.exists() and json.loads(manifest.read_text())["settings"] == settings:
+    if stdlib_text.is_finished(directory, settings):
         return directory
-    manifest.unlink(missing_ok=True)  # written last: a directory without one is not finished
     functions = list({function.sentence: function for function in read_functions(max_files)}.values())
     random.Random(0).shuffle(functions)
     rows = {
@@ -62,12 +58,10 @@ def prepare(directory: str | os.PathLike, max_files: int | None = None) -> Path:
     for name, examples in rows.items():
         splits = {"validation": examples[::HELD_OUT], "train": [e for i, e in enumerate(examples) if i % HELD_OUT]}
         for split, chosen in splits.items():
-            path = directory / name / f"{split}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stdlib_text.replace_file(path, "".join(json.dumps(row) + "\n" for row in chosen))
+            stdlib_text.write_rows(directory / name / f"{split}.jsonl", chosen)
             counts[f"{name}/{split}"] = len(chosen)
     stdlib_text.replace_file(directory / "chat_template.jinja", CHAT_TEMPLATE)
-    stdlib_text.replace_file(manifest, json.dumps({"settings": settings, "rows": counts}))
+    stdlib_text.finish(directory, settings, counts)
     return directory
 
 
@@ -91,13 +85,5 @@ def chat(function: Function) -> dict:
     return {"messages": messages}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", default="runs/tiny_chats", help="default: %(default)s")
-    directory = prepare(parser.parse_args().directory)
-    for name, rows in json.loads((directory / "manifest.json").read_text())["rows"].items():
-        print(f"{directory / name}.jsonl  {rows} rows")
-
-
 if __name__ == "__main__":
-    main()
+    stdlib_text.prepare_by_flags(prepare, "runs/tiny_chats", __doc__)

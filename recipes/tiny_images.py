@@ -5,7 +5,6 @@ pixels (UCI Optical Recognition of Handwritten Digits), and a `processor/`, whic
 that recipes learn.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -40,12 +39,9 @@ def prepare(directory: str | os.PathLike) -> Path:
         `directory`.
     """
     directory = Path(directory)
-    manifest = directory / "manifest.json"
     settings = {"sklearn": sklearn.__version__}
-    if manifest.exists() and json.loads(manifest.read_text())["settings"] == settings:
+    if stdlib_text.is_finished(directory, settings):
         return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    manifest.unlink(missing_ok=True)  # written last: a directory without one is not finished
     digits = load_digits()
     rows = [
         # Pixels are from 0 to 16.
@@ -59,17 +55,9 @@ def prepare(directory: str | os.PathLike) -> Path:
     stdlib_text.replace_file(directory / "processor" / "preprocessor_config.json", json.dumps(PROCESSOR))
     AutoImageProcessor.from_pretrained(directory / "processor").save_pretrained(directory / "processor")
     counts = {split: len(chosen) for split, chosen in splits.items()}
-    stdlib_text.replace_file(manifest, json.dumps({"settings": settings, "rows": counts}))
+    stdlib_text.finish(directory, settings, counts)
     return directory
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", default="runs/tiny_images", help="default: %(default)s")
-    directory = prepare(parser.parse_args().directory)
-    for name, rows in json.loads((directory / "manifest.json").read_text())["rows"].items():
-        print(f"{directory / name}.parquet  {rows} rows")
-
-
 if __name__ == "__main__":
-    main()
+    stdlib_text.prepare_by_flags(prepare, "runs/tiny_images", __doc__)

@@ -10,7 +10,6 @@
 They test that recipes learn. They say nothing about language understanding.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -60,11 +59,9 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
         `directory`.
     """
     directory = Path(directory)
-    manifest = directory / "manifest.json"
     settings = {"python": platform.python_version(), "vocab_size": vocab_size, "max_files": max_files}
-    if manifest.exists() and json.loads(manifest.read_text())["settings"] == settings:
+    if stdlib_text.is_finished(directory, settings):
         return directory
-    manifest.unlink(missing_ok=True)  # written last: a directory without one is not finished
     functions = list({f.sentence: f for f in read_functions(max_files)}.values())
     random.Random(0).shuffle(functions)
     held_out = functions[::HELD_OUT]
@@ -75,18 +72,18 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 2048, max_files: int
             source = train if split == "train" else held_out
             rows = list(MAKERS[task](source, random.Random(seed)))
             counts[f"glue/{task}/{split}"] = len(rows)
-            _write(directory / "glue" / task / f"{split}.jsonl", rows)
+            stdlib_text.write_rows(directory / "glue" / task / f"{split}.jsonl", rows)
     for seed, (split, source) in enumerate({"train": train, "validation": held_out}.items()):
         rows = list(squad(source, random.Random(seed)))
         counts[f"squad/{split}"] = len(rows)
-        _write(directory / "squad" / f"{split}.jsonl", rows)
+        stdlib_text.write_rows(directory / "squad" / f"{split}.jsonl", rows)
     # By this card, `load_dataset(directory / "glue", "sst2")` finds its files, as that of a data set on the Hub.
     files = {task: [{"split": split, "path": f"{task}/{split}.jsonl"} for split in GLUE[task]] for task in GLUE}
     card = {"configs": [{"config_name": task, "data_files": files[task]} for task in GLUE]}
     stdlib_text.replace_file(directory / "glue" / "README.md", f"---\n{json.dumps(card)}\n---\n")
     texts = [context for f in train for context in (f.sentence, f"{f.name} {f.module} {f.arguments}", *QUESTIONS)]
     train_tokenizer(texts, vocab_size).save_pretrained(directory / "tokenizer")
-    stdlib_text.replace_file(manifest, json.dumps({"settings": settings, "rows": counts}))
+    stdlib_text.finish(directory, settings, counts)
     return directory
 
 
@@ -163,18 +160,5 @@ def squad(functions: list[Function], rng: random.Random) -> Iterator[dict]:
 MAKERS = {"sst2": sst2, "mnli": mnli, "stsb": stsb}
 
 
-def _write(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stdlib_text.replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", default="runs/tiny_tasks", help="default: %(default)s")
-    directory = prepare(parser.parse_args().directory)
-    for name, rows in json.loads((directory / "manifest.json").read_text())["rows"].items():
-        print(f"{directory / name}.jsonl  {rows} rows")
-
-
 if __name__ == "__main__":
-    main()
+    stdlib_text.prepare_by_flags(prepare, "runs/tiny_tasks", __doc__)

@@ -10,8 +10,6 @@
 They test that recipes learn. They say nothing about translation of real texts.
 """
 
-import argparse
-import json
 import os
 import random
 from pathlib import Path
@@ -159,13 +157,10 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 512, **rows: int) ->
         `directory`.
     """
     directory = Path(directory)
-    manifest = directory / "manifest.json"
     counts = SPLITS | rows
     settings = {"vocab_size": vocab_size, "rows": counts}
-    if manifest.exists() and json.loads(manifest.read_text()) == settings:
+    if stdlib_text.is_finished(directory, settings):
         return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    manifest.unlink(missing_ok=True)  # written last: a directory without one is not finished
     rng = random.Random(0)
     pairs: dict[str, dict[str, str]] = {}  # by their English: no sentence is in two splits
     while len(pairs) < sum(counts.values()):
@@ -174,11 +169,10 @@ def prepare(directory: str | os.PathLike, vocab_size: int = 512, **rows: int) ->
     remaining = iter(pairs.values())
     splits = {split: [next(remaining) for _ in range(count)] for split, count in counts.items()}
     for split, chosen in splits.items():
-        lines = [json.dumps({"translation": pair}, ensure_ascii=False) + "\n" for pair in chosen]
-        stdlib_text.replace_file(directory / f"{split}.jsonl", "".join(lines))
+        stdlib_text.write_rows(directory / f"{split}.jsonl", [{"translation": pair} for pair in chosen])
     texts = [text for pair in splits["train"] for text in pair.values()]
     train_tokenizer(texts, vocab_size).save_pretrained(directory / "tokenizer")
-    stdlib_text.replace_file(manifest, json.dumps(settings))
+    stdlib_text.finish(directory, settings, counts)
     return directory
 
 
@@ -192,13 +186,5 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **SPECIAL_TOKENS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", default="runs/tiny_translations", help="default: %(default)s")
-    directory = prepare(parser.parse_args().directory)
-    for name, rows in json.loads((directory / "manifest.json").read_text())["rows"].items():
-        print(f"{directory / name}.jsonl  {rows} rows")
-
-
 if __name__ == "__main__":
-    main()
+    stdlib_text.prepare_by_flags(prepare, "runs/tiny_translations", __doc__)

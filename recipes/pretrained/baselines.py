@@ -20,11 +20,11 @@ from measure import (
     MATERIAL,
     RESULTS,
     Material,
+    made_by,
     read_runs,
     replace_file,
     run_script,
     save,
-    versions,
 )
 from torch import nn
 
@@ -130,7 +130,7 @@ def measure(material: Material, variant: str) -> dict[str, Any]:
     model = material.load(path)
     print(f"{variant}: {check(model, material.dense)} linear layers are 2:4", flush=True)
     found = {"variant": variant, "tokens": 0, "learning_rate": 0.0, "seed": 0, "verified": True}
-    return found | about | material.evaluate(model, with_samples=False) | versions()
+    return found | about | material.evaluate(model, with_samples=False) | made_by()
 
 
 def main(argv: list[str] | None = None) -> None:

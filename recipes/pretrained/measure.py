@@ -10,7 +10,6 @@ best has a worse one on either side. Larger budgets and other seeds take the bes
 
 import argparse
 import json
-import platform
 import re
 import sys
 import tempfile
@@ -22,19 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from evaluation import Evaluation, read_documents, samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 import hf_sparse24_command
 from hf_sparse24 import DistillationConfig, Sparse24Config, Sparse24Trainer, export_model, oneshot, patch_model
 from hf_sparse24.progress import Progress
-from hf_sparse24.version import __version__
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import methods.ast  # noqa: F401  registers a method outside the package
 from methods_runs import best_rate
 from running import run as run_script
+from running import versions
 from stdlib_text import replace_file
 
 RECIPES = Path(__file__).resolve().parents[1]
@@ -277,7 +275,7 @@ def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> d
         "loss": [round(log["loss"], 4) for log in logs],
         "flip_rate": [log.get("flip_rate") for log in logs],
         **material.evaluate(model, tokens > TOKENS[0]),
-        **versions(),
+        **made_by(),
     }
 
 
@@ -286,19 +284,11 @@ def start_point(material: Material, name: str) -> dict[str, Any]:
     path = material.source if name == "dense" else material.pruned(pattern=(name.split() + [PATTERNS[0]])[1])
     cost = {} if name == "dense" else json.loads((path / "cost.json").read_text())
     found = {"variant": name, "tokens": 0, "learning_rate": 0.0, "seed": 0, "verified": None, "cost": cost}
-    return found | material.evaluate(material.load(path)) | versions()
+    return found | material.evaluate(material.load(path)) | made_by()
 
 
-def versions() -> dict[str, Any]:
-    return {
-        "versions": {
-            "hf_sparse24": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "device": f"cpu, threads: {torch.get_num_threads()}, bf16 autocast",
-    }
+def made_by() -> dict[str, Any]:
+    return {"versions": versions(), "device": f"cpu, threads: {torch.get_num_threads()}, bf16 autocast"}
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ sys.path[:1] = [str(ROOT), str(ROOT / "kernels")]
 
 from recipes.pretrained.material import made, packages
 from recipes.pretrained.texts import wheel_of
-from recipes.stdlib_text import jsonl, train_tokenizer
+from recipes.stdlib_text import train_tokenizer, write_rows
 
 REQUIREMENTS = Path(__file__).with_name("packages.txt")
 VALIDATION = ("celery", "networkx", "scrapy", "sqlglot")
@@ -54,7 +54,7 @@ def prepare(folder: Path) -> Path:
             draw.shuffle(texts[name])
             validation += first(texts[name], VALIDATION_CHARACTERS)
         for part, documents in {"train": train, "validation": validation}.items():
-            (new / f"{part}.jsonl").write_text(jsonl(documents), encoding="utf-8")
+            write_rows(new / f"{part}.jsonl", [{"text": text} for text in documents])
         train_tokenizer(first(train, TOKENIZER_CHARACTERS), VOCABULARY).save_pretrained(new / "tokenizer")
         (new / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
     return folder
