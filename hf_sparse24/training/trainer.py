@@ -236,6 +236,8 @@ class Sparse24Trainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        if self.state.global_step > self.state.max_steps:
+            return  # resuming a run that is done, the Trainer takes one more step, which no run could go on from
         if self.args.should_save:
             # Written last, it says that a checkpoint is whole: one that is written over is not, until then.
             directory = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -39,7 +39,7 @@ class Run(Sparse24Trainer):
     def _save_checkpoint(self, *args) -> None:
         shared[WRITING] = 1
         super()._save_checkpoint(*args)
-        shared[SAVED] = self.state.global_step
+        shared[SAVED] = min(self.state.global_step, STEPS)  # a run that is done is not saved again
         shared[WRITING] = 0
 
 
