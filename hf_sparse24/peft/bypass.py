@@ -6,27 +6,64 @@ and PEANuT compute their term from it, so that outputs change when the model is 
 mask instead, see `masked.py`.
 """
 
-from torch import nn
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from ..extensions import is_adapter
+from ..weights.input_dim import input_dim_of
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
 
-BYPASSING = {"frod", "hira", "hra", "ln_tuning", "peanut", "shira", "supertuning"}
-"""PEFT's packages of adapters that read the weight of a linear `base_layer`, or never call that layer. A test tries all
-that the installed PEFT has."""
+
+def is_masked(adapter: Any) -> bool:
+    """Return whether all active adapters of a layer act through the mask."""
+    variants = getattr(adapter, "lora_variant", {})
+    names = [name for name in adapter.active_adapters if name in getattr(adapter, "lora_A", {})]
+    return bool(names) and all(getattr(variants.get(name), "is_masked", False) for name in names)
 
 
 def check_adapters(model: nn.Module) -> None:
     """Raise ValueError where an adapter computes with the dense weight of a sparse layer."""
     names = {layer_name(name) for name in sparse_weights(model)}
+    kinds = set()
     for name, module in model.named_modules():
-        if f"{name}.base_layer" in names and is_adapter(module) and bypasses_layer(module):
+        if f"{name}.base_layer" not in names or not is_adapter(module) or is_masked(module):
+            continue
+        kind = type(module), *getattr(module, "active_adapters", ())  # one of each: all layers are adapted alike
+        if kind not in kinds and bypasses_layer(module):
             adapter = f"{name}: this adapter ({type(module).__module__}.{type(module).__name__})"
             way = "call unpatch_model(model) before you add it, or use LoRA"
             raise ValueError(f"{adapter} computes with the layer's dense weight, not with its sparse one; {way}")
+        kinds.add(kind)
 
 
+@torch.no_grad()
 def bypasses_layer(adapter: nn.Module) -> bool:
-    """Return whether an adapter reads the weight of its `base_layer`, or never calls that layer."""
-    return not BYPASSING.isdisjoint(type(adapter).__module__.split("."))
+    """Return whether an adapter reads the weight of its `base_layer`, or never calls that layer: found by a probe."""
+    layer: Any = adapter.base_layer
+    if layer.weight.is_meta:
+        return False
+    probe = _Probe(layer)
+    try:
+        x = layer.weight.new_zeros(1, 1, probe.in_features)
+        output = copy.deepcopy(adapter, {id(layer): probe})(x)
+    except Exception:  # such as an adapter that needs more arguments: nothing is known
+        return False
+    return not probe.was_called or bool(output.isnan().any())
+
+
+class _Probe(nn.Module):
+    def __init__(self, layer: Any):
+        super().__init__()
+        weight = layer.weight
+        self.in_features, self.out_features = weight.shape[::-1] if input_dim_of(layer) == -1 else weight.shape
+        self.weight = nn.Parameter(weight.new_tensor(torch.nan).expand(weight.shape), requires_grad=False)
+        self.bias = None if layer.bias is None else nn.Parameter(torch.zeros_like(layer.bias), requires_grad=False)
+        self.was_called = False
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.was_called = True
+        return x.new_zeros(*x.shape[:-1], self.out_features)

@@ -54,6 +54,8 @@ def check_base(model: nn.Module, config: Any) -> None:
     """Raise ValueError where a loaded adapter is for a base that is sparse by another method or pattern than `model`.
     Warn where it was trained on a base that was not sparse, and `model` is."""
     recorded, found = (config.auto_mapping or {}).get(KEY), _sparse_by(model)
+    if recorded is not None and recorded.keys() != {"method", "pattern"}:
+        raise ValueError("the adapter is of a commit before this release, whose record is another: train it again")
     if recorded not in (None, found):
         fields = ", ".join(f"{name}={value!r}" for name, value in recorded.items())
         way = f"load that base (base_model_name_or_path={config.base_model_name_or_path!r}), or call "

@@ -5,6 +5,7 @@ LoRA acts through the mask, so it is compared with what it is on the unpatched m
 
 import copy
 import dataclasses
+import types
 
 import pytest
 import sparse_models
@@ -15,6 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.peft.bypass import check_adapters
+from hf_sparse24.peft.tuners import check_base
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's own, of every tuner
@@ -147,6 +150,33 @@ def test_a_layer_that_an_adapter_bypasses_stays_dense(tmp_path):
     merged.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert sparse_weights(loaded).keys() == sparse_weights(merged).keys()
+
+
+def test_the_record_of_an_earlier_commit_is_refused():
+    config = types.SimpleNamespace(auto_mapping={"sparse24": {"config": {}, "weights": []}})
+    with pytest.raises(ValueError, match="train it again"):
+        check_base(patched("llama"), config)
+
+
+def test_an_option_or_a_tuner_of_ones_own_that_reads_the_dense_weight_is_refused():
+    bat = peft.MissConfig(r=4, init_weights="bat", target_modules=TARGETS["llama"])
+    with pytest.raises(ValueError, match="computes with the layer's dense weight"):
+        peft.get_peft_model(patched("llama"), bat)
+
+    class BaseTunerLayer(nn.Module):  # found by its name, as PEFT's
+        active_adapters = ("mine",)
+
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+
+        def forward(self, x):
+            return self.base_layer(x) + x @ self.base_layer.weight.T
+
+    model = patched("llama")
+    model.model.layers[0].mlp.up_proj = BaseTunerLayer(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(ValueError, match="computes with the layer's dense weight"):
+        check_adapters(model)
 
 
 @pytest.mark.parametrize("base", TARGETS)
