@@ -53,9 +53,12 @@ def write_picture(directory: Path, log_history: Logs, control: Control | None = 
 
 
 def draw_training(directory: Path, log_history: Logs) -> None:
-    """Write the picture of a run that has ended, if it has `MIN_LOGS` losses."""
+    """Write the picture of a run that has ended, if it has `MIN_LOGS` losses. A failure costs one warning."""
     if sum("loss" in entry for entry in log_history) >= MIN_LOGS:
-        write_picture(directory, log_history)
+        try:
+            write_picture(directory, log_history)
+        except Exception as error:  # a full disk, a broken Matplotlib
+            logger.warning(f"no {PICTURE}, the picture of this run: {type(error).__name__}: {error}")
 
 
 def _losses(name: str, history: History, is_dense: bool = False) -> list[Line]:

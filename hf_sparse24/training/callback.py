@@ -189,8 +189,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         if self.controller is None:
             return
         self.controller.end()
-        if self.run_log is not None:
-            extensions.hub.draw_training(Path(str(args.output_dir)), state.log_history)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             run = self.controller.run
             last = run.phase
@@ -203,6 +201,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                     f"load_best_model_at_end: {state.best_model_checkpoint} was saved in the {run.phase} phase, so the "
                     "model is dense now; load the last checkpoint for a sparse one"
                 )
+        if self.run_log is not None:
+            extensions.hub.draw_training(Path(str(args.output_dir)), state.log_history)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         if "loss" in logs:  # neither an evaluation nor the closing summary

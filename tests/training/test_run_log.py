@@ -195,6 +195,13 @@ def test_a_file_that_cannot_be_written_any_more_costs_one_warning(tmp_path, capl
     assert [step for _, step, _ in read_lines(tmp_path / "kept")] == [0, 1, 2]
 
 
+def test_a_picture_that_cannot_be_drawn_costs_one_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hf_sparse24.hub.picture.write_picture", lambda *_: 1 / 0)
+    run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path, max_steps=12), train_dataset=dataset())
+    run.train()
+    assert run.state.global_step == 12 and "ZeroDivisionError" in caplog.text
+
+
 def test_other_processes_compute_and_do_not_write(tmp_path, monkeypatch):
     """Where weights are sharded, metrics are computed by all processes together."""
     calls = []
