@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import pickle
 import platform
 import re
 import signal
@@ -97,10 +98,15 @@ def _answers(todo: Sequence[tuple[Subject, str]]) -> list[str]:
     context = multiprocessing.get_context("spawn")  # CUDA survives no fork
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(theirs, todo), daemon=True)
-    child.start()
+    try:
+        child.start()
+    except (pickle.PicklingError, AttributeError, TypeError):  # what loads the kernels is no function of a module
+        return [_compared(*todo[0])]
     theirs.close()
     is_ready, reason = False, ""
     try:
+        if not ours.poll(300):
+            return [f"a process that uses {todo[0][0].device} did not begin within 300 seconds"]
         is_ready = ours.recv()
         while is_ready and not reason and len(found) < len(todo):
             reason = ours.recv() if ours.poll(SECONDS) else f"it did not end within {SECONDS:.0f} seconds"

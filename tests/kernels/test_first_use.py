@@ -76,8 +76,9 @@ def test_a_child_survives_what_ends_a_process_and_its_verdict_is_kept(bad, reaso
 
 def test_a_process_compares_itself_where_no_child_starts(cache, monkeypatch):
     monkeypatch.setattr(first_use, "_answer", sys.exit)  # as where the device has no memory left
-    subject = Subject("mine", ("a",), CPU, torch.float32, {"a": "wrong"}.get)
-    assert check_in_child([subject]) == [(subject, "a", "wrong")]
+    for check in ({"a": "wrong"}.get, lambda operator: "wrong"):  # which cannot be pickled
+        subject = Subject("mine", ("a",), CPU, torch.float32, check)
+        assert check_in_child([subject]) == [(subject, "a", "wrong")]
 
 
 def test_verdicts_are_kept_for_what_they_depend_on(cache, monkeypatch):
