@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import convert_file_size_to_int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -143,7 +142,7 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> Files:
     """Return the tensors in files of at most `max_shard_size`."""
-    limit, size = convert_file_size_to_int(max_shard_size), 0
+    limit, size = _number_of_bytes(max_shard_size), 0
     shards: list[list[LazyTensors]] = [[]]
     for lazy in tensors:
         bytes_of_it = sum(tensor.nbytes for tensor in lazy.like.values())
@@ -155,6 +154,17 @@ def _in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str
     stem, count = "packed" if format == "packed" else "model", len(shards)
     suffixes = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     return {f"{stem}{suffix}.safetensors": shard for suffix, shard in zip(suffixes, shards)}
+
+
+def _number_of_bytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])B", size.strip().upper())
+    if found is None:
+        raise ValueError(
+            f"max_shard_size={size!r}: must be a number of bytes, or one of KB, MB, GB or TB such as '5GB'"
+        )
+    return int(float(found[1]) * 1000 ** (1 + "KMGT".index(found[2])))
 
 
 def _write(model: PreTrainedModel, new: Path, files: Files, format: str, values: str) -> bool:

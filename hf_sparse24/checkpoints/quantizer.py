@@ -16,6 +16,7 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..extensions import extensions
 from ..facts import MARKER
+from ..module_names import ModuleNames
 from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config, wants_packed_master
@@ -226,11 +227,20 @@ def _with_passed(saved: SavedConfig) -> Sparse24Config:
 def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
     """The config without the names of heads that the model's class lacks, as `AutoModel` lacks `lm_head`."""
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+
+    def present(names: Any) -> Any:
+        return [name for name in names if name.rpartition(".")[2] in own]
+
     fields: dict[str, Any] = {}
     for field in ("target_modules", "exclude_modules"):
-        if isinstance(names := getattr(config, field), list):
-            fields[field] = [name for name in names if name.rpartition(".")[2] in own] or None
-    return config if fields.get("target_modules", config) is None else config.replace(**fields)
+        if isinstance(names := getattr(config, field), list) and present(names) != names:
+            fields[field] = present(names) or None
+    if fields.get("target_modules", True) is None:
+        return config
+    if patterns := config.layer_patterns:
+        kept = {*present(patterns), *(key for key in patterns if not ModuleNames("layer_patterns", key).endings)}
+        fields["layer_patterns"] = {key: pattern for key, pattern in patterns.items() if key in kept} or None
+    return config.replace(**fields)
 
 
 def _method_tensors(weights: dict[str, SparseWeight]) -> dict[str, Tensor]:

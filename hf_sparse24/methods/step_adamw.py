@@ -175,7 +175,7 @@ class StepAdamW(MaskedAdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the `state_dict()` of a `StepAdamW` with the same groups and rule; ValueError for another."""
-        rules = [group["auto_switch"]["rule"] for group in state_dict["param_groups"] if "auto_switch" in group]
+        rules = [group["auto_switch"].get("rule") for group in state_dict["param_groups"] if "auto_switch" in group]
         if rules != [self.rule]:
             raise ValueError(f"this is not the state of a StepAdamW with switch_rule={self.rule!r}: {rules=}")
         super().load_state_dict(state_dict)

@@ -66,7 +66,7 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
             missing = sorted({*read_json(index)["weight_map"].values()} - {path.name for path in weights})
             if missing:
                 return f"{missing[0]} is missing"
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         return f"{index.name} is cut short or damaged"
     if not weights:
         return "it has no weights"

@@ -278,9 +278,10 @@ def test_weights_that_loading_has_sharded_are_refused(pre_quantized):
         quantizer._process_model_after_weight_loading(model)
 
 
-def test_a_sparse_head_that_the_class_lacks(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(target_modules=["up_proj", "lm_head"]))
+@pytest.mark.parametrize("patterns", [None, {"lm_head": "4:8"}, {"lm_head": "4:8", "up_proj": "1:4"}])
+def test_a_sparse_head_that_the_class_lacks(tmp_path, patterns):
+    model, names = zoo.build("llama"), ["up_proj", "lm_head"]
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules=names, layer_patterns=patterns))
     model.save_pretrained(tmp_path)
     headless = AutoModel.from_pretrained(tmp_path)
     assert [name.rpartition(".")[0][-7:] for name in sparse_weights(headless)] == ["up_proj", "up_proj"]

@@ -181,6 +181,14 @@ def test_a_model_replaces_another_of_other_sizes_and_leaves_none_of_its_shards(t
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"README.md"}
 
 
+def test_sizes_of_files_are_read_as_transformers_does(tmp_path):
+    for size in ("1TB", "1gb", "0.5 GB", 10**9):
+        export_model(patched(), tmp_path, max_shard_size=size)
+        assert {path.name for path in tmp_path.iterdir()} == FILES
+    with pytest.raises(ValueError, match="max_shard_size='5 parts'"):
+        export_model(patched(), tmp_path, max_shard_size="5 parts")
+
+
 @pytest.mark.parametrize("format", ["dense", "packed"])
 @pytest.mark.parametrize(
     ("name", "value", "dtype"), [("norm", torch.nan, None), ("up", torch.inf, None), ("up", 6e4, 16)]

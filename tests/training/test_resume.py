@@ -70,8 +70,10 @@ def test_a_missing_shard_is_noticed(run_dir):
     assert checkpoint_damage(checkpoint).startswith(f"{shard.name} is cut short or damaged")
     shard.unlink()
     assert checkpoint_damage(checkpoint) == f"{shard.name} is missing"
-    cut(checkpoint / "model.safetensors.index.json")
-    assert checkpoint_damage(checkpoint) == "model.safetensors.index.json is cut short or damaged"
+    index = checkpoint / "model.safetensors.index.json"
+    for damage in (lambda: index.write_text('{"weight_map": {"a": [1]}}'), lambda: cut(index)):
+        damage()
+        assert checkpoint_damage(checkpoint) == "model.safetensors.index.json is cut short or damaged"
 
 
 def test_a_half_written_checkpoint_is_skipped(finished, run_dir, caplog):
