@@ -25,8 +25,6 @@ def adapters_in(model: nn.Module) -> list[Any]:
 class Adapters:
     """Answers where no adapters exist; `peft.PeftAdapters` has those for PEFT's."""
 
-    inside = staticmethod(adapters_in)
-
     def bypasses_layer(self, adapter: nn.Module) -> bool:
         """Whether an adapter reads the weight of its `base_layer`, or never calls that layer."""
         return False

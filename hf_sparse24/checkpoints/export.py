@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..config import SavedConfig
-from ..extensions import extensions
+from ..extensions import adapters_in, extensions
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, check_values
@@ -95,7 +95,7 @@ def export_model(
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
     check_values(values, format)
     model = unwrapped(model)
-    if _is_sharded(model) and extensions.adapters.inside(model):
+    if _is_sharded(model) and adapters_in(model):
         raise ValueError("the model is sharded, and has adapters: export them on their base in one process")
     with extensions.adapters.merged(model) as plain:
         _export(cast(PreTrainedModel, plain), Path(directory), format, max_shard_size, values)

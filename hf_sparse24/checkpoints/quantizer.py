@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
 from ..config import SavedConfig, Sparse24Config, fixed_differences
-from ..extensions import extensions
+from ..extensions import adapters_in, extensions
 from ..facts import MARKER
 from ..module_names import ModuleNames
 from ..packed_format import PACKED_INDEX, PackedFormat
@@ -195,7 +195,7 @@ def save_pretrained(
     # Transformers writes other tensors than these for adapters, and where it has distributed the model itself.
     is_distributed = getattr(model.config, "distributed_config", None) or (getattr(model, "_tp_size", None) or 1) > 1
     is_distributed = is_distributed or kwargs.get("distributed_checkpoint")
-    if first and run and not is_distributed and not extensions.adapters.inside(model):
+    if first and run and not is_distributed and not adapters_in(model):
         state_dict = dict(model.state_dict() if state_dict is None else state_dict)
         state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8)
         # In the architecture's own format experts are split, and fused layers joined, which a method's state cannot be.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.manifest import MANIFEST
 from ..checkpoints.replacing import CONFIG
-from ..extensions import extensions
+from ..extensions import adapters_in
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import is_nm_sparse
 from ..packed_format import check_values
@@ -140,7 +140,7 @@ def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) ->
 def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None:
     """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
     model = unwrap(model)
-    is_whole = isinstance(model, PreTrainedModel) and not extensions.adapters.inside(model)
+    is_whole = isinstance(model, PreTrainedModel) and not adapters_in(model)
     if not is_whole or sparse_run(model) is None or rank() != 0:
         return
     path = Path(directory) / CARD

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.export import WEIGHT_FILES, export_model, unwrapped
 from ..checkpoints.lazy_tensors import NOT_FINITE
-from ..extensions import Hub, extensions
+from ..extensions import Hub, adapters_in, extensions
 from ..patching.refusals import reject_non_finite
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
@@ -81,7 +81,7 @@ def push_to_hub(
             way = "call export_model(model, directory) in all of them, then push the directory with `hf upload`"
             raise ValueError(f"{name} is sharded, and one process pushes: {way}")
     reject_non_finite(model.named_parameters(), NOT_FINITE)
-    if (checkpoint or format == "training") and extensions.adapters.inside(model):
+    if (checkpoint or format == "training") and adapters_in(model):
         raise ValueError("a training checkpoint has no PEFT adapters, the model has: PEFT's push_to_hub pushes them")
     if rank() != 0:
         return None

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import SavedConfig, Sparse24Config, fixed_differences
-from ..extensions import extensions
+from ..extensions import adapters_in, extensions
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
@@ -64,7 +64,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         return _patch_again(model, run, config)
     reject_wrapped(model)
     reject_quantized(model)
-    has_adapters = bool(extensions.adapters.inside(model))
+    has_adapters = bool(adapters_in(model))
     if has_adapters:
         extensions.adapters.check_unmerged(model)
     run = SparseRun(config or named_config(model) or Sparse24Config())

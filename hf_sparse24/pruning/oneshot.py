@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..extensions import extensions
+from ..extensions import adapters_in
 from ..methods import ONESHOT_METHOD
 from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
@@ -113,7 +113,7 @@ def oneshot(
         config = lowest(config, criterion, budget)
     if patched_config(model) is not None:
         raise ValueError("the model is already patched; call unpatch_model(model) first")
-    if extensions.adapters.inside(model):
+    if adapters_in(model):
         raise ValueError("the model has adapters: prune the base before it gets them, or after merge_and_unload()")
     if isinstance(data, Mapping | Tensor):
         raise ValueError(f"data is a {type(data).__name__}, one batch: give a list of batches, or a DataLoader")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..extensions import extensions
+from ..extensions import adapters_in, extensions
 from ..facts import check_phase
 from ..methods import StepContext
 from ..methods.base import DENSE_PHASE
@@ -259,7 +259,7 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
     model = unwrap(model)
     extensions.adapters.attach(model)  # those that PEFT has not found by its registry
     extensions.adapters.check(model)
-    if any(weight.storage.is_split for weight in sparse_weights(model).values()) and extensions.adapters.inside(model):
+    if any(weight.storage.is_split for weight in sparse_weights(model).values()) and adapters_in(model):
         raise ValueError("tensor parallelism splits weights below adapters: use FSDP2 or DDP with adapters")
     run = adopt(model)
     if run is None:

@@ -9,7 +9,7 @@ from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
-from ..extensions import extensions
+from ..extensions import adapters_in
 from ..run import SparseRun, set_phase
 from ..weights.rules import method_mask
 from ..weights.sharding import compute_device, local, total
@@ -26,7 +26,7 @@ class StepMasks:
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
         self._model, self._run, self._weights = model, run, weights
-        adapted = (module.get_base_layer() for module in extensions.adapters.inside(model))
+        adapted = (module.get_base_layer() for module in adapters_in(model))
         self._below = [weight for layer in adapted for weight in sparse_weights(layer).values()]
         self._find_trained()
         self.flips: dict[str, Tensor] = {}
