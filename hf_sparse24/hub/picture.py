@@ -42,9 +42,10 @@ def write_picture(directory: Path, log_history: Logs, control: Control | None = 
     """
     history = by_step(log_history)
     losses = _losses("sparse", history)
-    if losses and not is_available():
+    if not losses:
+        return None
+    if not is_available():
         logger.warning(f"no {PICTURE}, the picture of this run: pip install matplotlib")
-    if not losses or not is_available():
         return None
     panels = {"loss": [*losses, *_losses("dense", control_history(control), is_dense=True)]}
     panels |= {key.replace("_", " "): _lines("sparse", history, key) for key in ("flip_rate", "kept_magnitude")}
