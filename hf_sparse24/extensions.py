@@ -38,6 +38,9 @@ class Adapters:
     def check_unmerged(self, model: nn.Module) -> None:
         """Raise ValueError where an adapter is merged."""
 
+    def forget_base(self, model: nn.Module) -> None:
+        """Let the files of a model's adapters no longer say that its weights are sparse."""
+
     def merged(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """A context in which the active adapters are merged, and which gets the base model."""
         return nullcontext(model)

@@ -19,6 +19,11 @@ from .weights.sparse_weight import sparse_weights
 logger = get_logger(__name__)
 
 
+def wants_packed_master(config: Sparse24Config) -> bool:
+    """Whether a config says `master="packed"`."""
+    return getattr(config, "master", "dense") == "packed"
+
+
 class SparseRun:
     """The state of a patched model that changes while it trains, shared by its weights. `sparse_run(model)` finds it.
 
@@ -53,11 +58,6 @@ class SparseRun:
     def phase(self) -> str:
         """How the model computes: `"sparse"`, `"dense"`, or another phase of its method."""
         return self.facts.phase
-
-    @property
-    def wants_packed_masters(self) -> bool:
-        """Whether the config says `master="packed"`."""
-        return getattr(self.config, "master", "dense") == "packed"
 
     @property
     def is_dense(self) -> bool:

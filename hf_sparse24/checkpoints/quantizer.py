@@ -19,11 +19,11 @@ from ..facts import MARKER
 from ..module_names import ModuleNames
 from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
-from ..patching.masters import packed_config, wants_packed_master
+from ..patching.masters import packed_config
 from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
-from ..run import SparseRun, sparse_run
+from ..run import SparseRun, sparse_run, wants_packed_master
 from ..weights.sharding import check_supported, is_sharded
 from ..weights.sparse_weight import SparseWeight, sparse_weights, wrong_states
 from ..weights.storage import PACKED

@@ -14,16 +14,11 @@ from ..config import SavedConfig, Sparse24Config
 from ..layers.packed import pack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat
-from ..run import SparseRun
+from ..run import SparseRun, wants_packed_master
 from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import SparseWeight, first_of_each
 from ..weights.storage import layer_name
 from .ownership import list_masters
-
-
-def wants_packed_master(config: Sparse24Config) -> bool:
-    """Whether a config says `master="packed"`."""
-    return getattr(config, "master", "dense") == "packed"
 
 
 def check_dense_master(config: Sparse24Config, what: str) -> None:

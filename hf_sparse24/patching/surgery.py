@@ -13,7 +13,7 @@ from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
 from ..layers.sparse_module import choose_class, make_dense
-from ..run import SparseRun
+from ..run import SparseRun, wants_packed_master
 from ..weights.sharding import check_whole, is_sharded, local
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from ..weights.storage import TRAINED, Storage, layer_name
@@ -76,7 +76,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         for owner in run.owners:  # without the adapters, target_modules would reach these layers too
             name_layers(owner, run)
     report = make_report(model, run, candidates, is_pretrained)
-    if run.wants_packed_masters:
+    if wants_packed_master(run.config):
         pack_masters(weights, run)
     return report
 
@@ -139,7 +139,7 @@ def _make_sparse(
             choose_class(target.module, Sparse24Linear, Sparse24Conv1D, SparseExperts)
         weights = sparse_weights(model)
         _reject_doubled_parameters(weights)
-        if run.wants_packed_masters:
+        if wants_packed_master(run.config):
             check_masters(weights, run, has_adapters)
         write_config(model, run)
         if has_adapters:
@@ -201,8 +201,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
 
     release(model, weights, write)
     if not sparse:
-        for adapter in getattr(model, "peft_config", {}).values():
-            vars(adapter).pop("save_pretrained", None)  # which names the sparse weights below it
+        extensions.adapters.forget_base(model)
     return model
 
 

@@ -16,7 +16,7 @@ from ..extensions import Adapters, extensions
 from .attaching import attach_adapters
 from .bypass import bypasses_layer, check_adapters
 from .merging import check_unmerged, without_adapters
-from .tuners import record_late
+from .tuners import forget_base, record_late
 
 
 class PeftAdapters(Adapters):
@@ -24,6 +24,7 @@ class PeftAdapters(Adapters):
 
     bypasses_layer = staticmethod(bypasses_layer)
     check = staticmethod(check_adapters)
+    forget_base = staticmethod(forget_base)
     check_unmerged = staticmethod(check_unmerged)
     merged = staticmethod(without_adapters)
 

@@ -40,6 +40,12 @@ def record_base(model: nn.Module, config: Any) -> None:
         config.save_pretrained = functools.partial(_save_pretrained, config, base)
 
 
+def forget_base(model: nn.Module) -> None:
+    """Let the adapters of a model that is dense again save no base."""
+    for config in getattr(model, "peft_config", {}).values():
+        vars(config).pop("save_pretrained", None)
+
+
 def record_late(model: nn.Module) -> None:
     """Let adapters that are older than the model's sparsity save the same."""
     for name, config in getattr(model, "peft_config", {}).items():
