@@ -173,8 +173,8 @@ INTRO = """# What the papers claim, and what was seen
   or in one seed that is {noise:g} nats away from that limit.
 - Verdicts on losses alone are computed from the result files by `python docs/build_site.py`, and again by the tests.
   The code of commit 79372d2b computed {frozen} others; `recipes/results/claims/rows.yaml` says which.
-- Commands stand for `python recipes/...`. What repeats the papers' own experiments, at their size, is in
-  [the papers' experiments](papers.md)."""
+- Commands stand for `python recipes/...`; those of frozen rows are of that commit, and some are gone. What repeats the
+  papers' own experiments, at their size, is in [the papers' experiments](papers.md)."""
 
 
 def page(folder: Path) -> str:

@@ -136,7 +136,6 @@ TOY_DATA = {
     "runs/tiny_tasks": "python recipes/tiny_tasks.py",
     "runs/tiny_chats": "python recipes/tiny_chats.py",
     "runs/tiny_images": "python recipes/tiny_images.py",
-    "runs/tiny_translations": "python recipes/tiny_translations.py",
     "runs/quickstart": "make demo",
     "runs/quickstart-dense": "python recipes/train.py recipes/quickstart.yaml --method dense "
     "--output_dir runs/quickstart-dense",

@@ -22,16 +22,6 @@ from typing import Any
 import compare_methods
 import stdlib_text
 import torch
-from claims_once import (
-    HALVES,
-    STEPS,
-    measure_finetuning,
-    measure_images,
-    measure_kernels,
-    measure_larger,
-    measure_oneshot,
-    short,
-)
 from running import run as run_script
 from transformers import Trainer, TrainerCallback
 
@@ -39,8 +29,10 @@ from hf_sparse24 import sparse_weights
 from hf_sparse24.progress import Progress
 
 RESULTS = Path(__file__).resolve().parent / "results" / "claims"
+STEPS = 600
 LOGGED = 20
 RATIOS = ("2:4", "1:4", "1:8", "1:16")
+HALVES = ("1:2", "2:4", "4:8")
 KEPT_LONG = {"masked_decay": 0, "dense_tail": 0, "weight_grad": "dense"}
 """Masks of Hubara et al. by `t-sr-ste`: refreshed every 40 steps, and nothing else."""
 
@@ -125,9 +117,6 @@ def _groups() -> dict[str, dict[str, Run]]:
 
 
 GROUPS = _groups()
-IMAGES: dict[str, tuple[str, dict[str, Any]]] = {"dense": ("dense", {})}
-IMAGES |= {f"ste-{half.replace(':', '-')}": ("ste", {"pattern": half}) for half in HALVES}
-IMAGES |= {f"transposable-{half.replace(':', '-')}": ("t-sr-ste", {"pattern": half} | KEPT_LONG) for half in HALVES}
 
 
 def cells() -> Iterator[tuple[str, str, Callable[[str], dict[str, Any]]]]:
@@ -139,17 +128,13 @@ def cells() -> Iterator[tuple[str, str, Callable[[str], dict[str, Any]]]]:
                 if seed in run.seeds and (group == "long") == long:
                     yield group, f"{name}-seed{seed}", partial(measure, name, run, seed)
 
-    def once(seed: int) -> Iterator[tuple[str, str, Callable[[str], dict[str, Any]]]]:
-        for name, make in {"one-shot": measure_oneshot, "fine-tuning": measure_finetuning}.items():
-            yield "once", f"{name}-seed{seed}", partial(make, seed)
+    for seed, long in ((0, False), (0, True), (1, False)):
+        yield from trained(seed, long)
 
-    yield "once", "kernels-seed0", partial(measure_kernels, 0)
-    yield from (*trained(0, False), *once(0), *trained(0, True))
-    for variant in ("dense", "ste", "s-ste"):
-        yield "descent", f"descent-{variant}-seed0", partial(measure_larger, variant, 0)
-    yield from (*trained(1, False), *once(1))
-    for name, (method, settings) in IMAGES.items():
-        yield "images", f"images-{name}-seed0", partial(measure_images, method, settings, 0)
+
+def short(value: float) -> float:
+    """The value with four digits."""
+    return float(f"{value:.4g}")
 
 
 class Watch(TrainerCallback):

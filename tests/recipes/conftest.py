@@ -8,7 +8,6 @@ import stdlib_text
 import tiny_chats
 import tiny_images
 import tiny_tasks
-import tiny_translations
 import torch
 import zoo
 from recipe_runs import TEXTS
@@ -79,9 +78,3 @@ def tasks(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
     return tiny_images.prepare(tmp_path_factory.mktemp("digits"))
-
-
-@pytest.fixture(scope="session")
-def pairs(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("pairs")
-    return tiny_translations.prepare(directory, vocab_size=400, train=400, validation=20, test=20)

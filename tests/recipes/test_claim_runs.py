@@ -3,11 +3,8 @@
 import json
 import re
 
-import claims_once
 import claims_page
 import pytest
-import torch
-import zoo
 from claims_page import CONTRADICTED, ELSEWHERE, NOT_SEEN, SEEN, VERDICTS, Claim, Results
 from paths import ROOT
 
@@ -121,24 +118,6 @@ def test_a_run_that_has_its_file_is_not_repeated(tmp_path, monkeypatch):
     claims.main(options)
     assert made == [("mvue-fp8", 0)]
     assert json.loads((tmp_path / "mvue-fp8-seed0.json").read_text()) == {"seed": 0}
-
-
-def test_masks_keep_what_they_say_and_adaprune_lowers_the_error():
-    torch.manual_seed(0)
-    model = zoo.build("llama").eval()
-    batch = {"input_ids": torch.randint(3, 60, (2, 12))}
-    grams = claims_once._grams(model, [batch])
-    held_out = [batch | {"labels": batch["input_ids"]}]
-    for kind in ("unstructured", "2:4", "2:4 transposable"):
-        row, adapted, masks = claims_once._pruned(model, kind, grams, held_out)
-        assert row.keys() == {"kept", "loss", "adaprune"} and set(masks) == {f"{name}.weight" for name in grams}
-        for name, layer in claims_once._mlps(model).items():
-            weight, mask = layer.weight.detach(), masks[f"{name}.weight"]
-            assert mask.float().mean() == pytest.approx(0.5, abs=0.01)
-            new = adapted.get_submodule(name).weight.detach()
-            assert (new[~mask] == 0).all()
-            errors = [((w - weight) @ grams[name] * (w - weight)).sum() for w in (new, weight * mask)]
-            assert errors[0] <= errors[1]
 
 
 @pytest.mark.slow

@@ -23,12 +23,11 @@ pytest.importorskip("trl")
 
 ON_TEXT = ("sft", "lora")
 SCRIPTS = (*TOYS, *ON_TEXT)
-DATA = {"glue": "tasks", "image_classification": "digits", "translation": "pairs"}
+DATA = {"glue": "tasks", "image_classification": "digits"}
 OWN = {
     "glue": {"max_samples": 64},
     # Without random crops: which of them a resumed run draws depends on what was read ahead.
     "image_classification": {"max_samples": 64, "smallest_crop": 1, "mixup": 0, "cutmix": 0},
-    "translation": {"generation_max_length": 8, "max_length": 80},
     "sft": {"max_length": 96, "max_samples": 16, "gradient_checkpointing": False},
 }
 
@@ -67,7 +66,7 @@ def test_a_run_resumes_bit_for_bit_and_a_second_one_is_refused(name, make_flags,
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
-@pytest.mark.parametrize("name", ["image_classification", "translation", "sft", "lora"])
+@pytest.mark.parametrize("name", ["image_classification", "sft", "lora"])
 def test_a_2_4_model_has_no_control_run(name, make_flags, tmp_path):
     own, first = OWN.get(name, {}), {}
     if name in TOYS:
@@ -90,10 +89,6 @@ def test_a_2_4_model_has_no_control_run(name, make_flags, tmp_path):
         ("image_classification", {"image_column": "img"}, r"lacks the columns \['img'\]"),
         ("image_classification", {"config_overrides": '{"hiden_size": 4}'}, r"\['hiden_size'\] are no fields"),
         ("image_classification", {"model_type": "vitt"}, "model_type='vitt': must be one of"),
-        ("translation", {"source": "fr"}, r"lacks \['fr'\] in a column 'translation'"),
-        ("translation", {"max_length": 3}, "max_length=3: every pair is longer"),
-        ("translation", {"max_length": 128}, "sequences of 128 tokens: the model has 96 positions"),
-        ("translation", {"teacher": "t"}, "--teacher"),
         ("lora", {"lora_r": 0}, "lora_r=0: must be at least 1"),
         ("lora", {"lora_dropout": 1.0}, r"lora_dropout=1.0: must be in \[0, 1\)"),
         ("lora", {"export_format": "gguf"}, "export_format='gguf': must be one of dense, packed"),
@@ -113,12 +108,6 @@ def test_wrong_flags(name, settings, message, make_flags):
     [
         ("glue", {"task": "qqp"}, {"text": "a"}, r"task='qqp': .* lacks the columns \['label', 'question1'"),
         ("sft", {}, {"question": "1 + 1", "answer": "2"}, r"\['answer', 'question'\]; SFT needs messages, or prompt"),
-        (
-            "translation",
-            {},
-            {"translation": {"en": "a", "de": "b"}},
-            "data has no split 'validation'",
-        ),
     ],
 )
 def test_data_without_what_the_recipe_needs(name, settings, row, message, make_flags, tmp_path):

@@ -4,7 +4,6 @@ import image_classification
 import pytest
 import torch
 import train
-import translation
 from arguments import parse_arguments
 from optional import require
 from paths import RECIPES
@@ -13,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
 )
 
 from hf_sparse24 import patch_model
@@ -29,12 +27,10 @@ PRETRAIN = {  # millions of parameters
     "bert": 113,
     "bert bert-toy toy": 1.1,
 }
-OTHERS = {  # those of other scripts: the script, millions of parameters, images or pairs of sentences in a step
-    "deit-tiny": (image_classification, 5.7, 1024),
-    "deit-tiny deit-small": (image_classification, 22, 1024),
-    "deit-tiny deit-toy": (image_classification, 0.2, None),
-    "transformer-base": (translation, 61, 1024),
-    "transformer-base translation-toy": (translation, 0.6, None),
+IMAGES = {  # millions of parameters, images in a step
+    "deit-tiny": (5.7, 1024),
+    "deit-tiny deit-small": (22, 1024),
+    "deit-tiny deit-toy": (0.2, None),
 }
 VOCABULARY = {"gpt2": 50257, "t5-base": 32100, "bert-base-uncased": 30522}
 
@@ -59,22 +55,17 @@ def test_pretraining(names):
     assert "toy" in names or sequences == (4096 if "bert" in names else 512)
 
 
-@pytest.mark.parametrize("names", OTHERS)
-def test_images_and_translation(names):
-    script, millions, examples = OTHERS[names]
+@pytest.mark.parametrize("names", IMAGES)
+def test_images(names):
+    millions, examples = IMAGES[names]
     files = [str(RECIPES / "pretrain" / f"{name}.yaml") for name in names.split()]
-    arguments = parse_arguments(script.ARGUMENTS, [*files, "--use_cpu=true", "--bf16=false"])
-    model_args, data_args, sparse_args, training_args = arguments
+    arguments = parse_arguments(image_classification.ARGUMENTS, [*files, "--use_cpu=true", "--bf16=false"])
+    model_args, _, sparse_args, training_args = arguments
     fields = {"image_size": 8 if "toy" in names else 224, "num_labels": 10 if "toy" in names else 1000}
-    auto = AutoModelForImageClassification
-    if script is translation:
-        fields = {"vocab_size": 512 if "toy" in names else VOCABULARY["t5-base"], "pad_token_id": 0}
-        auto = AutoModelForSeq2SeqLM
     config = CONFIG_MAPPING[model_args.model_type](**fields, **model_args.config_overrides)
     with torch.device("meta"):
-        model = auto.from_config(config)
+        model = AutoModelForImageClassification.from_config(config)
     assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.06)
-    assert script is image_classification or data_args.max_length <= config.max_position_embeddings
     assert patch_model(model, sparse_args.make_config()).patched
     steps = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * 8
     assert examples is None or steps == examples
@@ -82,7 +73,7 @@ def test_images_and_translation(names):
 
 def test_every_file_is_used():
     assert {path.stem for path in (RECIPES / "pretrain").iterdir()} == {
-        name for key in (*PRETRAIN, *OTHERS) for name in key.split()
+        name for key in (*PRETRAIN, *IMAGES) for name in key.split()
     }
     assert {path.stem for path in (RECIPES / "finetune").iterdir()} == {
         f"{script}{size}" for script in ("glue", "sft", "lora") for size in ("", "-toy")

@@ -36,13 +36,10 @@ def jsonl(path: Path, texts=TEXTS, column="text") -> str:
 
 BERT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 DEIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
-MARIAN = {f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in (("layers", 1), ("ffn_dim", 64))}
-MARIAN |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 32, "max_position_embeddings": 96}
 ENCODER = {**BERT, "max_position_embeddings": 128, "initializer_range": 0.1}
 TOYS = {  # YAML files, and sizes of a smaller model
     "glue": ("finetune", "glue", "glue-toy", ENCODER),
     "image_classification": ("pretrain", "deit-tiny", "deit-toy", {**DEIT, "initializer_range": 0.1}),
-    "translation": ("pretrain", "transformer-base", "translation-toy", MARIAN),
 }
 
 
