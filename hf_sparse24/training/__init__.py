@@ -11,5 +11,4 @@ resume.py           checkpoints of a Trainer: whole, of this run, and in which p
 run_log.py          RunLog: all figures of a run in one file
 decay_search.py     masked_decay="auto": probes of the warm-up
 distillation.py     a teacher's predictions as a second target
-teacher.py          the teacher: checks, and logits in chunks
 """

@@ -1,8 +1,7 @@
 """Distillation: a teacher's predictions as a second target; `DistillationConfig` has the loss.
 
 The KL divergence is a sum over the tokens that have a label, divided as the model divides its cross entropy, so that
-micro-batches add up. The teacher's logits come in chunks of tokens. The forward pass makes the gradient of the
-student's logits, the one tensor [tokens, vocabulary] that a step holds.
+micro-batches add up. A step holds the logits of both models.
 """
 
 import inspect
@@ -16,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, kl_div, pad
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..run import sparse_run
-from .teacher import Chunks, Teacher, shifts_labels
 
 IGNORED = -100
+_OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "return_dict", "use_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,35 +57,24 @@ class DistillationConfig:
 
 
 class KLDivergence(torch.autograd.Function):
-    """T^2 KL(teacher || student) at temperature T, summed over the tokens of `chunks`: a 0-d tensor in at least fp32.
+    """T^2 KL(teacher || student) at temperature T of logits [tokens, vocabulary]: a 0-d tensor in at least fp32.
 
-    `logits` [..., vocabulary] are the student's. Of a longer vocabulary the rest is padding, and does not count.
-    Backward can run once: the gradient, T (student - teacher) of the probabilities, is made in forward.
+    The gradient is T (student - teacher) of the probabilities.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, chunks: Chunks, temperature: float) -> Tensor:
-        flat = logits.detach().flatten(0, -2)
-        dtype = torch.promote_types(flat.dtype, torch.float32)
-        gradient = torch.zeros_like(flat) if ctx.needs_input_grad[0] else None
-        total = torch.zeros((), dtype=dtype, device=flat.device)
-        for positions, of_teacher in chunks:
-            shared = min(flat.shape[-1], of_teacher.shape[-1])
-            ours = (flat[positions, :shared].to(dtype) / temperature).log_softmax(-1)
-            theirs = (of_teacher[:, :shared].to(flat.device, dtype) / temperature).log_softmax(-1)
-            total += temperature**2 * kl_div(ours, theirs, reduction="sum", log_target=True)
-            if gradient is not None:
-                difference = ours.exp_().sub_(theirs.exp_()).mul_(temperature)
-                gradient[positions, :shared] = difference.to(gradient.dtype)
-        ctx.save_for_backward(gradient)
-        ctx.shape = logits.shape
-        return total
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        dtype = torch.promote_types(student.dtype, torch.float32)
+        ours, theirs = ((logits.to(dtype) / temperature).log_softmax(-1) for logits in (student, teacher))
+        loss = temperature**2 * kl_div(ours, theirs, reduction="sum", log_target=True)
+        ctx.save_for_backward(ours.exp_().sub_(theirs.exp_()).mul_(temperature).to(student.dtype))
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(grad).view(ctx.shape), None, None  # in place: autograd refuses a second backward pass
+        return gradient * grad, None, None
 
 
 class Distiller:
@@ -93,10 +83,11 @@ class Distiller:
     A copy of the model, such as a probe of the decay search, learns from the same teacher.
 
     Attributes:
+        teacher: the frozen model; out of any Module, so that no Trainer wraps or saves it.
         is_mean: whether losses are means over a micro-batch, not shares of one over the whole batch of a Trainer.
     """
 
-    def __init__(self, model: nn.Module, teacher: Teacher, config: DistillationConfig):
+    def __init__(self, model: nn.Module, teacher: nn.Module, config: DistillationConfig):
         self.config, self.teacher, self.shifted = config, teacher, shifts_labels(model)
         self._is_divided: bool | None = None  # whether the model divides its loss by the number that a Trainer passes
         self.reset()
@@ -143,7 +134,7 @@ class Distiller:
             raise ValueError(f"distillation needs the model's logits, and it returned none; {way}")
         labels = self._labels(logits, batch)
         positions = (labels != IGNORED).nonzero().squeeze(1)
-        tokens, number = len(positions), batch.get("num_items_in_batch")
+        flat, tokens, number = logits.flatten(0, -2), len(positions), batch.get("num_items_in_batch")
         # Sums over tokens, divided as the model divides its own loss. Without tokens, that divides by 0 in the end.
         count: int | Tensor = tokens
         self.is_mean = number is None
@@ -151,11 +142,12 @@ class Distiller:
             number = torch.as_tensor(number).flatten()[0].to(logits.device)
             # Some classes take the number, and return a mean. It is found once, where the two differ.
             if self._is_divided is None and tokens and number != tokens:
-                mean = cross_entropy(logits.detach().flatten(0, -2)[positions].float(), labels[positions])
+                mean = cross_entropy(flat.detach()[positions].float(), labels[positions])
                 self._is_divided = bool((loss * number / tokens - mean).abs() <= (loss - mean).abs())
             count = tokens if self._is_divided is False else number
-        self.teacher.to(logits.device)
-        kl = KLDivergence.apply(logits, self.teacher.logits(batch, positions), self.config.temperature)
+        theirs = self._teacher_logits(logits, batch)[positions]
+        shared = min(flat.shape[-1], theirs.shape[-1])  # of a longer vocabulary the rest is padding
+        kl = KLDivergence.apply(flat[positions, :shared], theirs[:, :shared], self.config.temperature)
         kl = kl * (1 / count if tokens else 0.0)
         own = loss.detach().mean()
         parts = {"cross_entropy": own if tokens else torch.zeros_like(own), "distillation_loss": kl.detach()}
@@ -174,6 +166,22 @@ class Distiller:
         if self.shifted and shifted is None:  # by the model's loss: a position predicts the label to its right
             labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
         return labels.flatten().to(logits.device)
+
+    @torch.no_grad()
+    def _teacher_logits(self, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """The teacher's logits [tokens, vocabulary] for the student's, from those inputs that the teacher knows."""
+        teacher: Any = self.teacher
+        if getattr(teacher, "hf_device_map", None) is None:
+            teacher.to(logits.device)
+        takes = inspect.signature(teacher.forward).parameters
+        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
+        names = [name for name in batch if (takes_all or name in takes) and name not in _OF_THE_STUDENT]
+        cache = {"use_cache": False} if "use_cache" in takes else {}
+        theirs = teacher(**{name: batch[name] for name in names}, return_dict=True, **cache).logits
+        if theirs.shape[:2] != logits.shape[:2]:
+            shapes = f"logits for {list(theirs.shape[:2])} tokens where the model has them for {list(logits.shape[:2])}"
+            raise ValueError(f"the teacher has {shapes}; a tuned prompt is not supported")
+        return theirs.flatten(0, 1).to(logits.device)
 
 
 def distill(
@@ -209,10 +217,62 @@ def distill(
     if config is None and run is not None and run.method.teacher_loss is not None:
         weight, temperature = run.method.teacher_loss
         config = DistillationConfig(weight=weight, temperature=temperature)
-    return Distiller(model, Teacher(teacher, model, tokenizer), config or DistillationConfig())
+    return Distiller(model, _frozen(teacher, model, tokenizer), config or DistillationConfig())
 
 
 def find_distiller(model: nn.Module) -> Distiller | None:
     """The `Distiller` of a model, or of the model inside of it; None without a teacher."""
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     return next((hook for hook in hooks if isinstance(hook, Distiller)), None)
+
+
+def _frozen(teacher: nn.Module | str | PathLike, student: nn.Module, tokenizer: object) -> nn.Module:
+    """A checked teacher in eval mode; a name or directory in the dtype that it was saved in. The student's tokenizer
+    tells padding of the vocabulary from tokens; any other processor is ignored."""
+    known = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
+    if isinstance(teacher, str | PathLike):
+        if known is not None:
+            _check_tokens(known, str(teacher))
+        auto = AutoModelForCausalLM if shifts_labels(student) else AutoModelForMaskedLM
+        teacher = auto.from_pretrained(teacher, dtype="auto")
+    _check_models(teacher, student, known)
+    return teacher.eval().requires_grad_(False)
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether logits at position i predict label i + 1, as in causal models, or label i, as in masked ones; ValueError
+    for a model of another kind."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    names = {cls.__name__ for cls in type(model).__mro__}
+    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+        return True
+    if names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()} and not model.config.is_encoder_decoder:
+        return False
+    raise ValueError(f"teacher=: {type(model).__name__} is no causal or masked language model of Transformers")
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, teacher: str) -> None:
+    """Raise ValueError where the teacher's own tokenizer has another token than `tokenizer` under an id."""
+    try:
+        theirs = AutoTokenizer.from_pretrained(teacher).get_vocab()
+    except (OSError, ValueError):  # a directory without one
+        return
+    tokens = {index: token for token, index in theirs.items()}
+    for token, index in tokenizer.get_vocab().items():
+        if tokens.get(index, token) != token:
+            found = f"id {index} is {tokens[index]!r} there and {token!r} here"
+            raise ValueError(f"teacher={teacher!r} has another tokenizer: {found}; take a teacher with the model's")
+
+
+def _check_models(teacher: Any, student: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if not isinstance(teacher, nn.Module) or shifts_labels(teacher) != shifts_labels(student):
+        kind = type(teacher).__name__
+        raise ValueError(f"teacher={kind}: must be a language model of the student's kind, causal or masked, or a name")
+    if {*map(id, teacher.parameters())} & {*map(id, student.parameters())}:
+        way = "load it a second time, or pass its name or directory"
+        raise ValueError(f"the teacher shares weights with the model that it teaches: {way}")
+    sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
+    if sizes[0] != sizes[1] and (tokenizer is None or len(tokenizer) > min(sizes)):
+        known = "no tokenizer is given" if tokenizer is None else f"the tokenizer has {len(tokenizer)} tokens"
+        way = "take a teacher with the model's tokens; if only padding differs, pass processing_class=tokenizer"
+        raise ValueError(f"the model has a vocabulary of {sizes[0]}, the teacher one of {sizes[1]}, and {known}: {way}")

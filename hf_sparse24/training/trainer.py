@@ -101,7 +101,7 @@ class Sparse24Trainer(Trainer):
         if teacher is not None:
             _check_own_loss(self)
             distiller = distill(model_of(self), teacher, distillation, self.processing_class)
-            self._teaching = distiller.teacher.model, distillation
+            self._teaching = distiller.teacher, distillation
         self.sparse24_callback = Sparse24Callback.add_to(self)
 
     def call_model_init(self, trial=None) -> nn.Module:
