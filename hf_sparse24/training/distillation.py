@@ -264,14 +264,15 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, teacher: str) -> None:
             raise ValueError(f"teacher={teacher!r} has another tokenizer: {found}; take a teacher with the model's")
 
 
-def _check_models(teacher: Any, student: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _check_models(teacher: nn.Module, student: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
     if not isinstance(teacher, nn.Module) or shifts_labels(teacher) != shifts_labels(student):
         kind = type(teacher).__name__
         raise ValueError(f"teacher={kind}: must be a language model of the student's kind, causal or masked, or a name")
     if {*map(id, teacher.parameters())} & {*map(id, student.parameters())}:
         way = "load it a second time, or pass its name or directory"
         raise ValueError(f"the teacher shares weights with the model that it teaches: {way}")
-    sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
+    configs: list[Any] = [student.config, teacher.config]
+    sizes = [config.get_text_config().vocab_size for config in configs]
     if sizes[0] != sizes[1] and (tokenizer is None or len(tokenizer) > min(sizes)):
         known = "no tokenizer is given" if tokenizer is None else f"the tokenizer has {len(tokenizer)} tokens"
         way = "take a teacher with the model's tokens; if only padding differs, pass processing_class=tokenizer"
