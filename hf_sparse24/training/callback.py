@@ -21,7 +21,7 @@ from .checks import check_reference as check_reference_of
 from .controller import Sparse24Controller, State
 from .distillation import Distiller, find_distiller
 from .resume import check_resumed, restore
-from .run_log import ConsoleFilter, RunLog
+from .run_log import OF_LAYER, ConsoleFilter, RunLog
 from .step_masks import measuring_interval
 
 logger = get_logger(__name__)
@@ -34,8 +34,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
     `callbacks=[Sparse24Callback()]`.
 
     Each log gets `flip_rate`, `kept_magnitude`, `sparse_phase` and the metrics of the method. Trackers (TensorBoard,
-    W&B, trackio) also get `flip_rate/<layer>`, `steps_per_second` and `peak_memory_gb`; the console and
-    `trainer_state.json` do not. `sparse24_log.jsonl` in the output directory has them all.
+    W&B, trackio) and `sparse24_log.jsonl` in the output directory also get `flip_rate/<layer>`; the console and
+    `trainer_state.json` do not.
 
     A resumed run equals an uninterrupted one.
 
@@ -156,7 +156,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
             self.controller.load_state_dict(saved["controller"] | of_this_run)
         records = state.is_world_process_zero and args.logging_strategy != "no"
-        self.run_log = RunLog(args, state, self.controller) if records else None
+        config = self.controller.run.config.to_dict()
+        self.run_log = RunLog(args, state.global_step, config) if records else None
         if state.global_step >= state.max_steps:
             self.controller.end()  # resuming a run that is done, the Trainer takes one more step, after the schedule
             for group in kwargs["optimizer"].param_groups:
@@ -172,14 +173,6 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 raise RuntimeError("another Sparse24Controller has taken this model over, or called end() on this one")
             if self.controller.step < state.global_step:
                 self.controller.skip_step()  # a GradScaler skipped it, and the Trainer counts it
-        if self.run_log is not None:
-            self.run_log.after_step()
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self.run_log is not None:
-            self.run_log.after_pause()
-
-    on_save = on_evaluate
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self._trainer is not None and args.push_to_hub and args.hub_strategy != HubStrategy.END:
@@ -209,14 +202,11 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             metrics = self._metrics(args, state, kwargs["model"])
             logs.update(metrics)
             state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
-        if self.controller is None:
-            return
-        # Where weights are sharded, all processes compute.
-        flip_rates = self.controller.layer_flip_rates() if "loss" in logs else {}
+            if self.controller is not None:  # these are for trackers: ConsoleFilter keeps them from the console
+                rates = self.controller.layer_flip_rates()
+                logs.update({f"{OF_LAYER}{name}": rate for name, rate in rates.items()})
         if self.run_log is not None:
-            measured = self.run_log.measure(state.global_step, flip_rates) if "loss" in logs else {}
-            self.run_log.write(state.global_step, logs | measured)
-            logs.update(measured)  # which ConsoleFilter keeps from the console
+            self.run_log.write(state.global_step, logs)
 
     def _metrics(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, float]:
         """The numbers that this callback adds to a log of training."""
