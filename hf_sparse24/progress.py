@@ -19,14 +19,11 @@ class Progress:
 
     `done` counts units, and `total`, None where it is set later, may change. `say` gets a line every half minute where
     there is no bar, and one at the end unless work failed; None writes none, and the bar goes when the work is done.
-    `hide`: no bar in any case.
     """
 
-    def __init__(
-        self, what: str, total: int | None, unit: str, say: Callable[[str], object] | None = None, hide: bool = False
-    ):
+    def __init__(self, what: str, total: int | None, unit: str, say: Callable[[str], object] | None = None):
         self.what, self.total, self.unit, self.done = what, total, unit, 0
-        self._has_bar = not hide and rank() == 0 and is_watched()
+        self._has_bar = rank() == 0 and is_watched()
         self._say = say if rank() == 0 else None
         is_off, stays = not self._has_bar, say is not None
         self._bar: Any = logging.tqdm(total=total, desc=what, unit=unit, leave=stays, disable=is_off)

@@ -7,6 +7,7 @@ before anything is learnt. mu falls as the decay grows, so the grid is bisected:
 
 import copy
 import random
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
 from ..methods.masked_decay import MaskedDecayMethod
-from ..progress import Progress, get_logger
+from ..progress import get_logger
 from ..run import SparseRun, set_phase, sparse_run
 from ..tables import TableReport
-from ..weights.sparse_weight import sparse_weights
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from .callback import Sparse24Callback
 from .step_masks import fresh_masks
 
@@ -56,12 +57,8 @@ class DecayTuning(TableReport):
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         for candidate, mu in self.mu.items():
-            verdict = "chosen" if candidate == self.chosen else "feasible" if _is_feasible(mu) else ""
-            yield f"{candidate:.1e}", f"{mu:5.3f}", verdict
-
-
-def _is_feasible(mu: float) -> bool:
-    return FEASIBLE[0] <= mu <= FEASIBLE[1]
+            is_feasible = FEASIBLE[0] <= mu <= FEASIBLE[1]
+            yield f"{candidate:.1e}", f"{mu:5.3f}", "chosen" if candidate == self.chosen else "feasible" * is_feasible
 
 
 def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int | None) -> DecayTuning:
@@ -70,35 +67,27 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     dense phases, where no decay acts. The trainer's model, optimizer, random states and data order stay as they are."""
     if not candidates or not all(isinstance(x, int | float) and 0 <= x < float("inf") for x in candidates):
         raise ValueError(f"candidates={tuple(candidates)!r}: must be finite numbers >= 0, at least one")
-    if steps is not None and steps < MIN_STEPS:
-        raise ValueError(f"steps={steps}: a probe needs at least {MIN_STEPS} optimizer steps")
     run = sparse_run(model_of(trainer))
     if run is None or run.facts.finished or not isinstance(run.method, MaskedDecayMethod):
         method = None if run is None else run.config.method
         raise ValueError(f"method {method!r} has no masked_decay that acts now; set a number, if any")
-    if not has_trainable_masters(model_of(trainer)):
-        raise ValueError("every sparse weight is frozen, as by adapters: no mask flips, and no masked decay acts")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
-    grid, mu = sorted(set(candidates)), {}
-    with Progress("masked decay", None, "probe step", logger.info, hide=trainer.args.disable_tqdm is True) as progress:
-        dense = probe(trainer, None, steps, progress)
-        if dense == 0:
-            way = "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
-            raise ValueError(f"no mask flipped at the end of the dense probe: probe longer, by {way}")
-        low, high = 0, len(grid)  # mu is above the middle below `low`, and not from `high` on
-        while low < high:
-            index = (low + high) // 2
-            mu[grid[index]] = probe(trainer, grid[index], steps, progress) / dense
-            low, high = (index + 1, high) if mu[grid[index]] > MIDDLE else (low, index)
-    feasible = [candidate for candidate in mu if _is_feasible(mu[candidate])]
+    dense = probe(trainer, None, steps)
+    if dense == 0:
+        way = "tune_masked_decay(steps=...), raise the learning rate, or set masked_decay to a number"
+        raise ValueError(f"no mask flipped at the end of the dense probe: unfreeze weights, probe longer, by {way}")
+    mu: dict[float, float] = {}
+
+    def below_dense(candidate: float) -> float:
+        mu[candidate] = probe(trainer, candidate, steps) / dense
+        logger.info(f"masked_decay={candidate:.1e}: masks flip {mu[candidate]:.3f} times as often as in dense training")
+        return -mu[candidate]
+
+    bisect_left(sorted(set(candidates)), -MIDDLE, key=below_dense)
+    feasible = [candidate for candidate in mu if FEASIBLE[0] <= mu[candidate] <= FEASIBLE[1]]
     chosen = min(feasible, key=lambda value: abs(mu[value] - MIDDLE), default=None)
     return DecayTuning(dense, dict(sorted(mu.items())), chosen)
-
-
-def has_trainable_masters(model: nn.Module) -> bool:
-    """Whether training changes any dense master weight, the only ones that decay acts on; adapters change none."""
-    return any(weight.master.requires_grad for weight in sparse_weights(model).values())
 
 
 def model_of(trainer: Trainer) -> nn.Module:
@@ -108,12 +97,11 @@ def model_of(trainer: Trainer) -> nn.Module:
     return trainer.model
 
 
-def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Progress) -> float:
+def probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
     """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
     with _untouched_randomness():
         model = copy.deepcopy(model_of(trainer))
-        run = cast(SparseRun, sparse_run(model))
-        watch = _Watch(model_of(trainer), steps, progress, "dense" if decay is None else f"{decay:.1e}")
+        run, watch = cast(SparseRun, sparse_run(model)), _Watch(sparse_weights(model_of(trainer)), steps)
         run.change_settings(masked_decay=decay or 0.0)
         if decay is None:
             set_phase(model, "dense")
@@ -133,38 +121,33 @@ def probe(trainer: Trainer, decay: float | None, steps: int | None, progress: Pr
             Sparse24Callback.add_to(copied, check_reference=False)
         copied.create_accelerator_and_postprocess()  # another loss scale
         copied.train()
-    if watch.done < watch.steps:
-        raise ValueError(f"training ends after {watch.done} steps; probe for fewer than steps={watch.steps}")
+    if watch.done < watch.steps or not watch.flips:
+        way = f"give steps at least {MIN_STEPS} and at most those of the run, or set masked_decay to a number"
+        raise ValueError(f"a probe of steps={watch.steps} ended after {watch.done}: {way}")
     return sum(watch.flips) / len(watch.flips)
 
 
 class _Watch(TrainerCallback):
     """Counts the flips of the masks that the weights ask for, whatever masks the model holds, and ends the probe."""
 
-    def __init__(self, patched: nn.Module, steps: int | None, progress: Progress, note: str):
-        self.weights, self.steps, self.progress, self.note = sparse_weights(patched), steps or 0, progress, note
-        self.size = sum(weight.parameter.numel() for weight in self.weights.values())
-        self.done, self.flips = 0, list[float]()
+    def __init__(self, weights: dict[str, SparseWeight], steps: int | None):
+        self.weights, self.steps, self.done = weights, steps or 0, 0
+        self.size = sum(weight.parameter.numel() for weight in weights.values())
+        self.flips: list[float] = []
         self.last: list[Tensor] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if state.max_steps < MIN_STEPS:
-            need = f"probes of a masked decay take at least {MIN_STEPS}"
-            raise ValueError(f"max_steps={state.max_steps}: {need}; set masked_decay to a number")
         warm_up = args.get_warmup_steps(state.max_steps)
-        without = min(STEPS_WITHOUT_WARM_UP, state.max_steps)
-        self.steps = self.steps or (warm_up if warm_up >= MIN_STEPS else without)
+        self.steps = self.steps or (warm_up if warm_up >= MIN_STEPS else min(STEPS_WITHOUT_WARM_UP, state.max_steps))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.done = state.global_step
-        self.progress.update(note=self.note)
         if self.done >= self.steps - self.steps // 4:
             masks = fresh_masks(self.weights, kwargs["model"])
             if self.last is not None:
                 self.flips.append(int(count_flips(self.last, masks).sum()) / self.size)
             self.last = masks
-        if self.done >= self.steps:
-            control.should_training_stop = True
+        control.should_training_stop |= self.done >= self.steps
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
 from .callback import Sparse24Callback
 from .checks import check_engine
-from .decay_search import CANDIDATES, DecayTuning, has_trainable_masters, model_of, tune_masked_decay
+from .decay_search import CANDIDATES, DecayTuning, model_of, tune_masked_decay
 from .distillation import DistillationConfig, distill
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
 from .step_masks import trains
@@ -280,7 +280,7 @@ def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
 
 def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float:
     """The number in place of "auto": the one the checkpoint trained with, or a feasible one."""
-    if not has_trainable_masters(model_of(trainer)):
+    if not any(map(trains, sparse_weights(model_of(trainer)).values())):
         logger.warning("masked_decay='auto' becomes 0.0: every sparse weight is frozen, so no decay acts")
         return 0.0
     if checkpoint:
