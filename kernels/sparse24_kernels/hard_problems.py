@@ -7,6 +7,7 @@ sums and approximate functions, whose errors are bounded as `kernels/README.md` 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice, product
 
 import torch
@@ -50,17 +51,24 @@ def compare(operator: str, function: Callable[..., Results], arguments: tuple) -
     wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, arguments)
     expected = _results(solve, arguments)
     bounds, truths = (_bounds(operator, wide), _results(solve, wide)) if operator in INEXACT else ([], expected)
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN: what is not written shows
-    try:
+    with nan_in_new_memory():
         actual = _results(function, arguments)
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     for i, (ours, theirs, truth) in enumerate(zip(actual, expected, truths, strict=True)):
         if different := difference(ours, theirs, truth, bounds[i] if bounds else None):
             shapes = tree_map_only(Tensor, lambda x: f"{x.dtype} {list(x.shape)}", arguments)
             return f"{operator}({', '.join(map(str, shapes))}): {different}".replace("torch.", "")
     return ""
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Fill new memory with NaN, so that what a kernel does not write shows."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def difference(ours: Tensor, theirs: Tensor, truth: Tensor, bound: Tensor | None = None) -> str:

@@ -9,7 +9,7 @@ from gpu_layers import linear, patched
 from kernel_cases import assert_same_bits
 from sparse24_kernels import mvue, pack_nm, reference
 from sparse24_kernels.dispatch import Choice
-from sparse24_kernels.gemm import autotune, compress, measure
+from sparse24_kernels.gemm import compress, sparse_backends
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -53,7 +53,7 @@ def expanded(compressed: Tensor, k: int) -> Tensor:
 @pytest.fixture
 def hopper(monkeypatch):
     """A GPU that runs every GEMM by the library, and kernels that write its form."""
-    monkeypatch.setattr(autotune, "kernels_compress", lambda device, dtype: True)
+    monkeypatch.setattr(sparse_backends, "kernels_compress", lambda device, dtype: True)
     return cslt.install(monkeypatch, Hopper())
 
 
@@ -118,20 +118,20 @@ def test_a_packed_or_pruned_matrix_is_compressed_by_it_too(hopper):
 def test_kernels_compress_where_the_library_does_the_same(change, expected, monkeypatch):
     given = {"capability": (9, 0), "wrong": "", "kernels": "triton"} | change
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
-    monkeypatch.setattr(autotune, "stores_as_known", lambda device, dtype: not given["wrong"])
-    monkeypatch.setattr(autotune, "choose_kernels", lambda device, dtype: Choice(given["kernels"], ""))
-    autotune._kernels_compress.cache_clear()
-    assert autotune.kernels_compress(CUDA, BF16) is expected
-    autotune._kernels_compress.cache_clear()
-    assert not autotune.kernels_compress(CPU, BF16) and not autotune.kernels_compress(CUDA, torch.float32)
+    monkeypatch.setattr(sparse_backends, "stores_as_known", lambda device, dtype: not given["wrong"])
+    monkeypatch.setattr(sparse_backends, "choose_kernels", lambda device, dtype: Choice(given["kernels"], ""))
+    sparse_backends._kernels_compress.cache_clear()
+    assert sparse_backends.kernels_compress(CUDA, BF16) is expected
+    sparse_backends._kernels_compress.cache_clear()
+    assert not sparse_backends.kernels_compress(CPU, BF16) and not sparse_backends.kernels_compress(CUDA, torch.float32)
 
 
 def test_another_layout_is_noticed(monkeypatch):
     cslt.install(monkeypatch, Hopper())
-    assert measure.stores_as_known(CPU, BF16)
+    assert sparse_backends.stores_as_known(CPU, BF16)
     for other in (cslt.StandIn(), cslt.StandIn(padding=2)):
         cslt.install(monkeypatch, other)
-        assert not measure.stores_as_known(CPU, BF16)
+        assert not sparse_backends.stores_as_known(CPU, BF16)
 
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])

@@ -116,7 +116,7 @@ def test_what_is_requested_without_a_measurement_is_checked_first(monkeypatch, t
         monkeypatch.setattr(cusparselt, "version", lambda ids=wrong_ids: ids)
         plan = plan_gemm(problem, CPU, "cusparselt")
         assert plan.backend is backend
-    assert plan.reason.startswith("requested; cuSPARSELt failed its check on first use: wrong numbers on ")
+    assert plan.reason.startswith("requested; cuSPARSELt failed its check on first use: wrong numbers in ")
 
 
 def test_plans_inside_a_compiled_graph(stand_in):  # noqa: F811

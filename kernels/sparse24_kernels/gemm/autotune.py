@@ -13,7 +13,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +23,11 @@ from .. import first_use
 from ..cache_folder import cache_folder, file_lock, write_json
 from ..cpu import limits
 from ..cpu.library import loaded
-from ..dispatch import choose_kernels
 from . import cpu_kernels, cusparselt
-from .measure import Rejected, check_default, prepare, stores_as_known, try_algorithm
+from .measure import Rejected, check_default, prepare, try_algorithm
 from .problem import GemmProblem, bucket
 
-FORMAT = 8
+FORMAT = 9
 
 MARGIN = 1.02
 """Speedup from which sparse is chosen. Medians of interleaved timings vary by one to two per cent between runs; above
@@ -118,14 +117,12 @@ def verdict_of(problem: GemmProblem, device: torch.device) -> Verdict:
     """The verdict for `problem` on `device`; n may be symbolic while torch.compile traces. ValueError as `read`."""
     # While tracing, comparisons in `bucket` guard n, `index` specialises m and k, and `_verdict` gets constants.
     m, n, k = operator.index(problem.m), bucket(problem.n), operator.index(problem.k)
-    return _verdict(m, n, k, problem.dtype, problem.dense_is_column_major, problem.transposed, device)
+    return _verdict(m, n, k, problem.dtype, problem.transposed, device)
 
 
 @torch.compiler.assume_constant_result
-def _verdict(
-    m: int, n: int, k: int, dtype: torch.dtype, column_major: bool, transposed: bool, device: torch.device
-) -> Verdict:
-    key = GemmProblem(m, n, k, dtype, column_major, transposed), device
+def _verdict(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool, device: torch.device) -> Verdict:
+    key = GemmProblem(m, n, k, dtype, transposed), device
     verdict = _given.get(key)
     if verdict is None:
         with _lock:
@@ -139,7 +136,7 @@ def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
     if not _tables:
         try:
             _tables.append(read())
-        except OSError as error:  # such as a folder of another user
+        except (OSError, RuntimeError) as error:  # such as a folder of another user
             warnings.warn(f"{error}: no GEMM is tuned", stacklevel=2)
             _tables.append({})
     found = _tables[0].get((current_environment(device), problem))
@@ -165,22 +162,6 @@ def wrong_default(device: torch.device, dtype: torch.dtype, transposed: bool) ->
     return f"cuSPARSELt failed its check on first use: {reason}" if reason else None
 
 
-@torch.compiler.assume_constant_result
-def kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether pruning writes what cuSPARSELt compresses: kernels run, and the library's layout is the one they know.
-
-    On an H100, cuSPARSELt 0.8.0 takes some 20 times as long as a copy, and every step has new operands.
-    """
-    return _kernels_compress(device, dtype)
-
-
-@cache  # every layer asks in every step
-def _kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda" or dtype not in cusparselt.DTYPES or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return choose_kernels(device, dtype).implementation == "triton" and stores_as_known(device, dtype)
-
-
 def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
     """cuSPARSELt's two GEMMs, to be compared with dense math."""
     check = partial(check_default, device, dtype)
@@ -188,7 +169,9 @@ def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
 
 
 def tune(
-    problems: Iterable[GemmProblem], device: torch.device, on_progress: Callable[[GemmProblem, int], None] | None = None
+    problems: Iterable[GemmProblem],
+    device: torch.device,
+    on_progress: Callable[[GemmProblem, int], None] = lambda problem, done: None,
 ) -> dict[GemmProblem, Verdict]:
     """Measure the buckets of problems, save after each, and return the verdicts on them.
 
@@ -198,43 +181,37 @@ def tune(
     if reason := unsupported_device(device):
         raise ValueError(f"nothing to tune: {reason}")
     problems = list(problems)
-    unmeasured: dict[GemmProblem, Verdict] = {}
     for done, problem in enumerate(dict.fromkeys(problem._replace(n=bucket(problem.n)) for problem in problems)):
-        if on_progress is not None:
-            on_progress(problem, done)
-        reason = unsupported_matrix(problem, device)
-        if reason is None:
-            try:
-                _remember(problem, device, search(problem, device))
-            except (Rejected, torch.OutOfMemoryError) as error:
-                reason = f"the problem cannot be tried: {str(error)[:200]}"
-        if reason is not None:
-            unmeasured[problem] = Verdict("dense", reason=reason, measured=False)
-    return {found: unmeasured.get(found._replace(n=bucket(found.n))) or verdict_of(found, device) for found in problems}
+        on_progress(problem, done)
+        if unsupported_matrix(problem, device) is None:
+            _remember(problem, device, search(problem, device))
+    return {problem: verdict_of(problem, device) for problem in problems}
 
 
 @torch.no_grad()
 def search(problem: GemmProblem, device: torch.device) -> Measured | str:
     """The faster of the library's default algorithm and the one that its own search finds, each checked and timed, or
-    why both failed. A CPU has one algorithm."""
+    why both failed. A CPU has one algorithm. RuntimeError: a fault of the device, with which every call fails."""
     if uses_cpu_kernels(device):
         return Measured(0, *cpu_kernels.times(problem))
     passed: list[Measured] = []
     failures: list[str] = []
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        cases = prepare(problem, device)
-        algorithms = [0]
         try:
-            algorithms.append(cusparselt.search(cases[0].compressed, cases[0].dense, problem.transposed))
-        except RuntimeError as error:
-            _give_up_after_a_fault(device)
-            failures.append(f"cuSPARSELt's search: {_first_line(error)}")
-        for algorithm in dict.fromkeys(algorithms):
+            cases = prepare(problem, device)
+        except torch.OutOfMemoryError as error:
+            return _first_line(error)
+        for name in ("default", "search"):
             try:
-                passed.append(Measured(algorithm, *try_algorithm(cases, algorithm)))
+                found = 0
+                if name == "search":
+                    found = cusparselt.search(cases[0].compressed, cases[0].dense, problem.transposed)
+                if found not in [each.algorithm for each in passed]:
+                    passed.append(Measured(found, *try_algorithm(cases, found)))
             except (Rejected, RuntimeError) as error:
-                _give_up_after_a_fault(device)
-                failures.append(f"algorithm {algorithm}: {_first_line(error)}")
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                failures.append(f"the library's {name}: {_first_line(error)}")
     for failure in failures:
         _log.warning(f"{problem.m} x {problem.n} x {problem.k}: {failure}")
     return max(passed, key=lambda found: found.speedup) if passed else "; ".join(failures)
@@ -242,12 +219,6 @@ def search(problem: GemmProblem, device: torch.device) -> Measured | str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
-
-
-def _give_up_after_a_fault(device: torch.device) -> None:
-    """Raise RuntimeError after a fault of the device, with which every call fails. A refusal leaves it as it was."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _remember(problem: GemmProblem, device: torch.device, found: Measured | str) -> None:
@@ -263,11 +234,8 @@ def _remember(problem: GemmProblem, device: torch.device, found: Measured | str)
 
 def read() -> Table:
     """All measurements of the file, none where there is no file. ValueError: it is damaged, or another version's.
-    OSError: it may not be read."""
-    try:
-        path = table_path()
-    except RuntimeError:  # no home directory
-        return {}
+    OSError: it may not be read. RuntimeError: there is no home directory for it."""
+    path = table_path()
     try:
         data = json.loads(path.read_text())
         if data["format"] != FORMAT:
@@ -283,16 +251,15 @@ def read() -> Table:
 def write(table: Table) -> None:
     entries = []
     for (environment, problem), found in table.items():
-        m, n, k, dtype, column_major, transposed = problem[:6]
-        record = [m, n, k, str(dtype).removeprefix("torch."), column_major, transposed]
-        entries.append([environment, record, found])
+        m, n, k, dtype, transposed = problem[:5]
+        entries.append([environment, [m, n, k, str(dtype).removeprefix("torch."), transposed], found])
     write_json(table_path(), {"format": FORMAT, "entries": entries})
 
 
 def _parsed(record: list) -> tuple[tuple[str, GemmProblem], Measured | str]:
-    environment, (m, n, k, dtype, column_major, transposed), found = record
+    environment, (m, n, k, dtype, transposed), found = record
     if not isinstance(found, str):
         found = Measured(int(found[0]), *map(float, found[1:]))
         if not (found.sparse_us > 0 and found.dense_us > 0):
             raise ValueError("a time is not above 0")
-    return (str(environment), GemmProblem(m, n, k, _DTYPES[dtype], column_major, transposed)), found
+    return (str(environment), GemmProblem(m, n, k, _DTYPES[dtype], transposed)), found

@@ -18,8 +18,8 @@ class GemmProblem(NamedTuple):
         n: columns of the dense operand; the tokens of a linear layer.
         k: what is contracted.
         dtype: of the result.
-        dense_is_column_major: the dense operand is the transpose of a contiguous `[n, k]`, as activations are.
-        transposed: the result is a contiguous `[n, m]`, not `[m, n]`.
+        transposed: the dense operand is the transpose of a contiguous `[n, k]`, as activations are, and the result a
+            contiguous `[n, m]`. Otherwise both are row-major.
         is_int8: whether a packed weight has int8 values, with scales in `dtype`.
         pattern: of the sparse operand. Packed weights may have others than 2:4.
     """
@@ -28,7 +28,6 @@ class GemmProblem(NamedTuple):
     n: int
     k: int
     dtype: torch.dtype
-    dense_is_column_major: bool
     transposed: bool
     is_int8: bool = False
     pattern: Pattern = Pattern(2, 4)
@@ -72,7 +71,7 @@ def linear_problem(tokens: int, out: int, inputs: int, dtype: torch.dtype) -> Ge
     """
     check_size("linear_problem", tokens=tokens, out=out, inputs=inputs)
     check_is(torch.dtype, "linear_problem", dtype=dtype)
-    return GemmProblem(out, tokens, inputs, dtype, dense_is_column_major=True, transposed=True)
+    return GemmProblem(out, tokens, inputs, dtype, transposed=True)
 
 
 def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> GemmProblem:
@@ -92,4 +91,4 @@ def mm_problem(m: int, n: int, k: int, dtype: torch.dtype) -> GemmProblem:
     """
     check_size("mm_problem", m=m, n=n, k=k)
     check_is(torch.dtype, "mm_problem", dtype=dtype)
-    return GemmProblem(m, n, k, dtype, dense_is_column_major=False, transposed=False)
+    return GemmProblem(m, n, k, dtype, transposed=False)

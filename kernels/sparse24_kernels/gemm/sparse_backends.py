@@ -1,11 +1,15 @@
 """The backends of what autotuning found to be faster: cuSPARSELt on sparse tensor cores, our kernels on CPUs."""
 
 import operator
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from .. import reference
+from ..dispatch import choose_kernels
 from ..formats import SM90_MULTIPLE, Packed
+from ..operators import Pruning
 from ..prune import prune_forms
 from . import autotune, cpu_kernels, cusparselt
 from .backend import GemmBackend, GemmPlan, Operand
@@ -84,9 +88,33 @@ class CusparseltBackend(GemmBackend):
         return cusparselt.matmul(sparse.values, dense, None, False, plan.algorithm or 0)
 
 
+@torch.compiler.assume_constant_result
+def kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether pruning writes what cuSPARSELt compresses: kernels run, and the library's layout is the one they know.
+
+    On an H100, cuSPARSELt 0.8.0 takes some 20 times as long as a copy, and every step has new operands.
+    """
+    return _kernels_compress(device, dtype)
+
+
+@cache  # every layer asks in every step
+def _kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda" or dtype not in cusparselt.DTYPES or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return choose_kernels(device, dtype).implementation == "triton" and stores_as_known(device, dtype)
+
+
+def stores_as_known(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether cuSPARSELt compresses a small matrix to its sm90 form (`formats.FORMS`)."""
+    numbers = torch.arange(192 * 320, device=device).sin().view(192, 320)
+    (matrix,) = reference.prune.prune(numbers, Pruning("magnitude", dim=1, dtype=dtype))
+    ours, theirs = reference.packed.for_sm90(matrix), cusparselt.compress_by_library(matrix)
+    return ours.shape == theirs.shape and torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
 def _form(m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
     """`"sm90"` where our kernels write what the library compresses, else `"dense"`."""
-    columns, compresses = _columns(m, k, dtype, device), autotune.kernels_compress(device, dtype)
+    columns, compresses = _columns(m, k, dtype, device), kernels_compress(device, dtype)
     fits = m % SM90_MULTIPLE == 0 and k % SM90_MULTIPLE == 0 and columns == cusparselt.unpadded_columns(k)
     return "sm90" if fits and compresses else "dense"
 
