@@ -96,38 +96,28 @@ def check_masters_unread(trainer: Trainer) -> None:
 def check_reference(trainer: Trainer) -> None:
     """Raise ValueError where the reference of a trainer of TRL is not what its patched policy computes at step 0.
 
-    DPO, KTO, GRPO and RLOO compare a policy with a frozen reference, which TRL loads from the checkpoint that the
-    policy's config names. For a policy that was patched in memory this is the dense model.
-
-    Not checked: a reference that TRL did not load (its config has another `_name_or_path`), and a policy with adapters,
-    whose reference is the sparse base.
+    TRL loads it from the checkpoint that the policy's config names: for a policy patched in memory, the dense model.
+    Not checked: a reference of another name, and a policy with adapters, whose reference is the sparse base.
     """
     policy: Any = trainer.model
     run = sparse_run(policy)
     if run is None or not hasattr(trainer, "ref_model") or hasattr(policy, "peft_config"):
         return
-    arguments: Any = trainer.args
-    if getattr(arguments, "sync_ref_model", False):
-        why = "mixes the policy's dense master weights, with which it does not compute, into the reference"
-        raise ValueError(f"sync_ref_model=True {why}; set it to False")
-    if getattr(arguments, "precompute_ref_log_probs", False):
-        why = "TRL finds the numbers again by the dense master weights, which do not say how they are pruned"
-        raise ValueError(f"precompute_ref_log_probs=True: {why}; set it to False")
-    if trainer.ref_model is None:
-        return
-    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+    for setting in ("sync_ref_model", "precompute_ref_log_probs"):
+        if getattr(trainer.args, setting, False):
+            why = "TRL reads the policy's dense master weights for it, with which the policy does not compute"
+            raise ValueError(f"{setting}=True: {why}; set it to False")
+    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
     name = getattr(policy.config, "_name_or_path", "")
-    if not name or getattr(reference.config, "_name_or_path", "") != name:
+    if not name or reference is None or getattr(reference.config, "_name_or_path", "") != name:
         return
     optimizer: Any = trainer.optimizer  # None but for STEP
     begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE_PHASE)
-    tensors, sparse = reference.state_dict(), sparse_weights(reference, TRAINED)
+    sparse = sparse_weights(reference, TRAINED)
     for key, weight in sparse_weights(policy, TRAINED).items():
         ours = weight.master if begins_dense else weight.merged()
-        theirs = sparse[key].merged() if key in sparse else tensors[key]
+        theirs = sparse[key].merged() if key in sparse else reference.state_dict()[key]
         if not torch.equal(ours.to(theirs.device, theirs.dtype), theirs):
-            raise ValueError(
-                f"the reference model is {name!r} as it is on disk, and the patched policy computes something else "
-                f"({key} differs): save the policy with its tokenizer, load it by from_pretrained, and train that; or "
-                f"pass ref_model=, and call Sparse24Callback.add_to(trainer, check_reference=False)"
-            )
+            way = "save the policy with its tokenizer, load it by from_pretrained, and train that; or pass ref_model=, "
+            way += "and call Sparse24Callback.add_to(trainer, check_reference=False)"
+            raise ValueError(f"{key} of the reference model {name!r} differs from what the patched policy has: {way}")

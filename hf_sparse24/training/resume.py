@@ -12,18 +12,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import SavedConfig, Sparse24Config
-from ..facts import MARKER
 from ..files import read_json
 from ..methods.masked_decay import AUTO
 from ..methods.settings import SHARED
 from ..progress import get_logger
 from ..run import set_phase, sparse_run
-from ..weights.sharding import is_sharded
 from ..weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
@@ -38,21 +35,17 @@ _TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
 def last_whole_checkpoint(output_dir: str | Path) -> str:
     """The path of the newest whole checkpoint in a Trainer's output directory; damaged ones cost a warning. ValueError:
     there is none."""
-    numbered = {
-        int(path.name.rpartition("-")[2]): path
-        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.is_dir() and path.name.rpartition("-")[2].isdecimal()
-    }
+    found = [(path.name.partition("-")[2], path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     damaged: list[str] = []
-    for _, path in sorted(numbered.items(), reverse=True):
+    for _, path in sorted(((int(step), path) for step, path in found if step.isdecimal()), reverse=True):
         damage = checkpoint_damage(path)
         if damage is None:
             if damaged:
                 logger.warning(f"resuming from {path}, the newest whole checkpoint: {'; '.join(damaged)}")
             return str(path)
         damaged.append(f"{path.name}: {damage}")
-    found = "; ".join(damaged) or "none at all"
-    raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} ({found}); start without it")
+    why = "; ".join(damaged) or "none at all"
+    raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in {output_dir} ({why}); start without it")
 
 
 def checkpoint_damage(checkpoint: str | Path) -> str | None:
@@ -60,27 +53,21 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
     root = Path(checkpoint)
     if not (root / TRAINER_STATE_NAME).is_file():
         return f"{TRAINER_STATE_NAME}, which is written last, is missing"
-    weights = [path for path in root.rglob("*") if _WEIGHTS.fullmatch(path.name)]
-    try:
-        for index in root.glob("*model*.index.json"):
-            missing = sorted({*read_json(index)["weight_map"].values()} - {path.name for path in weights})
-            if missing:
-                return f"{missing[0]} is missing"
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return f"{index.name} is cut short or damaged"
-    if not weights:
+    if not any(_WEIGHTS.fullmatch(path.name) for path in root.rglob("*")):
         return "it has no weights"
-    for path in root.rglob("*"):
+    for path in sorted(root.rglob("*")):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):  # compares the length of the file with its header
                     pass
-            elif path.name == TRAINER_STATE_NAME or path.name.endswith("config.json"):
-                read_json(path)
+            elif path.name == TRAINER_STATE_NAME or path.name.endswith(("config.json", ".index.json")):
+                absent = [name for name in read_json(path).get("weight_map", {}).values() if not (root / name).exists()]
+                if absent:
+                    return f"{absent[0]} is missing"
+            elif path.suffix in (".pt", ".pth", ".bin") and path.parent == root and not zipfile.is_zipfile(path):
+                return f"{path.name} is cut short or damaged"  # its directory stands at the end
         except (SafetensorError, ValueError):
             return f"{path.name} is cut short or damaged"
-        if path.suffix in (".pt", ".pth", ".bin") and path.parent == root and not zipfile.is_zipfile(path):
-            return f"{path.name} is cut short or damaged"  # its directory stands at the end
     # None of these with save_only_model; DeepSpeed has its own.
     absent = [pattern for pattern in _TOGETHER if not any(root.glob(pattern))]
     if 0 < len(absent) < len(_TOGETHER) and not any(root.glob("global_step*")):
@@ -116,6 +103,9 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
     if run is None:
         return
     if saved is None:
+        if unknown := _unknown_weight(model, checkpoint):
+            way = "load it by from_pretrained, call patch_model, and start a new run"
+            raise ValueError(f"{checkpoint} is of a dense model, and a Trainer does not load its {unknown!r}: {way}")
         if warn and (Path(checkpoint) / CONFIG).is_file():
             logger.warning(f"{checkpoint} is of a model that was not patched: sparsity starts from its dense weights")
         return
@@ -136,18 +126,19 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
         logger.warning(f"resuming from {checkpoint}, which was saved with {'; '.join(differences.values())}")
 
 
-def restore(model: nn.Module, checkpoint: str | Path) -> None:
-    """Give `model` what the Trainer does not load of a checkpoint: the phase it was saved in, and stacked experts.
+def _unknown_weight(model: nn.Module, checkpoint: str | Path) -> str | None:
+    """A weight in a checkpoint whose name the model does not have, as of an expert, which `from_pretrained` stacks."""
+    names = set(model.state_dict())
+    for file in Path(checkpoint).glob("model*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            unknown = [name for name in weights.keys() if name not in names]  # noqa: SIM118
+        if unknown:
+            return unknown[0]
+    return None
 
-    Of a dense model, Transformers writes experts apart and stacks them in `from_pretrained`. Its Trainer (tried with
-    5.23) looks for the model's own names instead, warns of missing ones, and trains on with experts as they happen to
-    be.
-    """
-    is_split = any(is_sharded(parameter) for parameter in model.parameters())  # accelerate loads what it saved itself
-    if isinstance(model, PreTrainedModel) and not is_split and _has_other_names(model, checkpoint):
-        logger.warning(f"loading {checkpoint} once more, by from_pretrained, for what the Trainer calls missing keys")
-        loaded = type(model).from_pretrained(checkpoint)
-        model.load_state_dict(loaded.state_dict(), strict=False)  # a dense one has no state
+
+def restore(model: nn.Module, checkpoint: str | Path) -> None:
+    """Give `model` what the Trainer does not load of a checkpoint: the phase that it was saved in."""
     saved, run = saved_config(checkpoint), sparse_run(model)
     if saved is None and (Path(checkpoint) / CONFIG).is_file():  # masks and scales are of the weights before
         for weight in sparse_weights(model).values():
@@ -156,13 +147,3 @@ def restore(model: nn.Module, checkpoint: str | Path) -> None:
         run.record(finished=False)  # the state is loaded already
         set_phase(model, saved.facts.phase)
         run.record(finished=saved.facts.finished)
-
-
-def _has_other_names(model: nn.Module, checkpoint: str | Path) -> bool:
-    """Whether weights in a checkpoint have names that the model does not have."""
-    names = set(model.state_dict())
-    for file in Path(checkpoint).glob("model*.safetensors"):
-        with safe_open(file, "pt") as saved:
-            if not names.issuperset(name for name in saved.keys() if not name.endswith(MARKER)):  # noqa: SIM118
-                return True
-    return False

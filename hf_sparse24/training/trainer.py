@@ -217,12 +217,18 @@ class Sparse24Trainer(Trainer):
         if not isinstance(model, PreTrainedModel) or sparse_run(model) is None:
             return super().push_to_hub(commit_message, **options)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        hyperparameters = extract_hyperparameters_from_trainer(self)
+        hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
         asked: dict[str, Any] = {
             "token": self.args.hub_token,
             "revision": self.args.hub_revision,
             "commit_message": commit_message,
+            "processing_class": self.processing_class,
+            "log_history": self.state.log_history,
+            "hyperparameters": hyperparameters,
         }
-        asked |= {"processing_class": self.processing_class} | _card_details(self, options)
+        given = {_CARD_NAMES.get(name, name): value for name, value in options.items() if value is not None}
+        asked |= {name: value for name, value in given.items() if name not in _NOT_IN_CARDS}
         if self.hub_model_id is None:
             private = {"private": asked["private"]} if "private" in asked else {}  # Transformers 5.11 takes none
             self.init_hf_repo(token=asked["token"], **private)
@@ -296,15 +302,6 @@ def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float
         way = "Call tune_masked_decay with candidates nearer to where mu crosses it, and set the number that it chooses"
         raise ValueError(f"masked_decay='auto': no candidate has mu in [0.60, 0.95]\n{tuning}\n{way}")
     return tuning.chosen
-
-
-def _card_details(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `make_model_card`, from a run and from those of `Trainer.create_model_card`."""
-    hyperparameters = extract_hyperparameters_from_trainer(trainer)
-    hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
-    details = {"log_history": trainer.state.log_history, "hyperparameters": hyperparameters}
-    named = {_CARD_NAMES.get(name, name): value for name, value in given.items() if value is not None}
-    return details | {name: value for name, value in named.items() if name not in _NOT_IN_CARDS}
 
 
 class Sparse24Seq2SeqTrainer(Sparse24Trainer, Seq2SeqTrainer):

@@ -148,7 +148,7 @@ def test_at_step_0_the_loss_of_dpo_is_that_of_two_equal_models(start, tmp_path, 
 
 def test_a_reference_that_is_not_what_the_policy_computes_is_refused(start, tmp_path):
     run = dpo(start, tmp_path, policy(start), save_strategy="no", max_steps=4)
-    with pytest.raises(ValueError, match=r"gate_proj\.weight differs"):
+    with pytest.raises(ValueError, match=r"gate_proj\.weight .* differs"):
         Sparse24Callback.add_to(run)
     Sparse24Callback.add_to(run, check_reference=False)
     run.train()
