@@ -1,10 +1,7 @@
 """recipes/convert_bitmask.py: sparse-24-bitmask checkpoints become dense ones, and damaged ones nothing."""
 
 import json
-import subprocess
-import sys
 
-import bitmask
 import convert_bitmask
 import pytest
 import torch
@@ -74,10 +71,8 @@ def with_nan(x):
 DAMAGE = {
     "mask": (f"{UP}.bitmask", flip, f"{UP}: its bitmask does not keep two"),
     "NaN": (f"{UP}.compressed", with_nan, f"{UP} has NaN or inf"),
-    "NaN of another": ("model.norm.weight", with_nan, "model.norm.weight has NaN or inf"),
     "absent": (f"{UP}.bitmask", None, f"{UP}: the files lack {UP}.bitmask"),
     "twice": (f"{UP}.weight", lambda _: torch.ones(64, 32), f"{UP}: the files have {UP}.weight too"),
-    "rows": (f"{UP}.compressed", lambda x: x[1:].clone(), "compressed (63, 16), bitmask"),
     "dtype": (f"{UP}.bitmask", lambda x: x.int(), "bitmask torch.int32 (64, 4)"),
     "shape": (f"{UP}.shape", lambda x: x.flip(0), "shape [[32], [64]]"),
 }
@@ -94,30 +89,14 @@ def test_a_damaged_tensor_is_refused_by_name_and_nothing_written(case, tmp_path,
     refused(tmp_path / "source", tmp_path / "out", message, capsys)
 
 
-def test_damaged_files_and_a_directory_in_the_way(tmp_path, capsys, monkeypatch):
+def test_a_file_that_ends_early_and_a_directory_in_the_way(tmp_path, capsys):
     source, out = tmp_path / "source", tmp_path / "out"
-    tensors = write_bitmask(prune(zoo.build("llama")), source, size="20KB")
+    write_bitmask(prune(zoo.build("llama")), source, size="20KB")
     first = min(source.glob("*.safetensors"))
     data = first.read_bytes()
     first.write_bytes(data[:-10])
     refused(source, out, "damaged or cut short", capsys)
-    first.unlink()
-    refused(source, out, first.name, capsys)
     first.write_bytes(data)
-    index = json.loads((source / convert_bitmask.INDEX).read_text())
-    index["weight_map"]["x"] = first.name
-    (source / convert_bitmask.INDEX).write_text(json.dumps(index))
-    refused(source, out, "x is in the index or in a file", capsys)
-    (source / convert_bitmask.INDEX).unlink()
-    write_files(source, tensors)
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(convert_bitmask, "save_file", interrupted)
-        convert_bitmask.main([str(source), str(out)])
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert convert_bitmask.main([str(source), str(source)]) == 2
     assert f"{source} exists" in capsys.readouterr().err
 
@@ -148,25 +127,3 @@ def test_the_config_of_a_dense_checkpoint_loses_its_sparsity_alone(key, tmp_path
     assert json.loads((out / "config.json").read_text()) == before
     ours, theirs = (load_file(path / "model.safetensors") for path in (out, source))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.slow
-def test_files_of_the_last_release(tmp_path):
-    """compressed-tensors of PyPI writes the same files as the writer of these tests, and FP8 values."""
-    bitmask.install_release(tmp_path / "packages")
-    model = prune(zoo.build("llama")).bfloat16()
-    model.save_pretrained(tmp_path / "dense")
-    for kind in ("float", "fp8"):
-        paths = [str(tmp_path / name) for name in ("packages", "dense", kind)]
-        subprocess.run([sys.executable, bitmask.__file__, *paths, kind], check=True, capture_output=True)
-        assert convert_bitmask.main([paths[2], str(tmp_path / f"out-{kind}")]) == 0
-    written = load_file(tmp_path / "float" / "model.safetensors")
-    expected = write_bitmask(model, tmp_path / "own")
-    assert written.keys() == expected.keys() and all(torch.equal(written[key], expected[key]) for key in expected)
-    tensors = load_file(tmp_path / "out-fp8" / "model.safetensors")
-    weight, scale = tensors[f"{UP}.weight"], tensors[f"{UP}.weight_scale"]
-    original = model.get_parameter(f"{UP}.weight").data
-    assert weight.dtype == torch.float8_e4m3fn
-    assert ((weight.float() * scale.float() - original).abs() <= original.abs().amax(1, keepdim=True) / 16).all()
-    config = json.loads((tmp_path / "out-fp8" / "config.json").read_text())["quantization_config"]
-    assert config["format"] == "float-quantized" and "sparsity_config" not in config

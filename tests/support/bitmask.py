@@ -1,8 +1,6 @@
-"""Checkpoints as compressed-tensors 0.9 to 0.14 wrote them: an independent writer, and one that runs the release."""
+"""Checkpoints as compressed-tensors 0.9 to 0.14 wrote them, by an independent writer."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 SPARSITY = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"], "ignore": ["lm_head"]}
-RELEASE = ("compressed-tensors==0.14.0.1", "loguru==0.7.3")
-"""The last release that has the format, and what it imports besides the packages of these tests."""
 
 
 def kept(weight: Tensor) -> Tensor:
@@ -62,44 +58,3 @@ def set_quantization(directory: Path, **fields: object) -> None:
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "version": "0.14.0.1", **fields}
     (directory / "config.json").write_text(json.dumps(config))
-
-
-def install_release(directory: Path) -> None:
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", directory, *RELEASE]
-    subprocess.run(install, check=True, capture_output=True)
-
-
-def main(packages: str, source: str, directory: str, fp8: str) -> None:
-    """Save the model in `source` with the release in `packages`, with FP8 values where `fp8` is "fp8"."""
-    sys.path.insert(0, packages)
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.config import SparsityCompressionConfig
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.config.save_pretrained(directory)
-    quantization = None
-    if fp8 == "fp8":
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        quantization = QuantizationConfig(
-            config_groups={"group_0": group},
-            format="float-quantized",
-            quantization_status="compressed",
-            ignore=["lm_head"],
-        )
-        apply_quantization_config(model, quantization)
-        for module in model.modules():
-            if hasattr(module, "weight_scale"):
-                module.weight_scale.data = module.weight.data.abs().amax(1, keepdim=True) / 448
-    sparsity = SparsityCompressionConfig.load_from_registry(SPARSITY["format"], **SPARSITY)
-    compressor = ModelCompressor(sparsity_config=sparsity, quantization_config=quantization)
-    tensors = {name: tensor.contiguous() for name, tensor in compressor.compress(model).items()}
-    save_file(tensors, Path(directory) / "model.safetensors", metadata={"format": "pt"})
-    compressor.update_config(directory)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
