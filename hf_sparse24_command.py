@@ -109,8 +109,6 @@ def make_parser() -> argparse.ArgumentParser:
     prune.add_argument("--own-tokens", type=whole_number, metavar="N", help=text)
     text = "of the weights (default 2:4, for GPUs; 16:32 loses less in the same bytes, for CPUs)"
     prune.add_argument("--pattern", metavar="N:M", default="2:4", help=text)
-    text = "share of the dense bytes, such as 0.7: chooses 12:32 to 28:32 for each layer, in place of --pattern"
-    prune.add_argument("--budget", type=float, metavar="SHARE", help=text)
     text = "of the order of documents, of what the model writes, and of the training (default 0)"
     prune.add_argument("--seed", type=whole_number, default=0, metavar="N", help=text)
     prune.add_argument("--overwrite", action="store_true", help="replace an export in OUT")

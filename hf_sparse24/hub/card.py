@@ -250,7 +250,7 @@ def _training(run: SparseRun, hyperparameters: Mapping[str, object] | None, plot
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
     fields = {key: repr(value) for key, value in config.fields().items()}
-    if len(config.layer_patterns or ()) > 6:  # as a budget chooses them
+    if len(config.layer_patterns or ()) > 6:
         file, key = (CONFIG, "quantization_config") if format == "training" else (MANIFEST, "config")
         fields["layer_patterns"] = f'json.loads(Path("{file}").read_text())["{key}"]["layer_patterns"]'
     settings = [f"    {key}={value}," for key, value in fields.items()]

@@ -128,8 +128,7 @@ def _examples(
     outputs = [tensors(effect.output)[0] for call, effect in targets if replay.blocks[call.block] == block]
     if len(ours) != len(outputs):
         raise ValueError(
-            f"reconstruct='block' cannot train {block}, nor budget measure it: other blocks run between its calls; "
-            "take reconstruct='layer' without budget"
+            f"reconstruct='block' cannot train {block}: other blocks run between its calls; take reconstruct='layer'"
         )
     masks = padding_masks(inputs)
     return [BlockExample(call, output, counted(masks, output)) for call, output in zip(ours, outputs)]

@@ -24,7 +24,6 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
 from .block import Block
 from .blockwise import reconstruct_block
-from .budget import fit_budget, lowest
 from .calibration import calibrate, check_batch, uncached
 from .finished_blocks import FinishedBlocks
 from .options import Options, check_config, check_weights
@@ -51,7 +50,6 @@ def oneshot(
     damping: float = 0.01,
     values: str = "float",
     resume_dir: str | PathLike | None = None,
-    budget: float | None = None,
 ) -> OneshotReport:
     """Prune a pretrained model to N:M with calibration data, in place.
 
@@ -82,9 +80,6 @@ def oneshot(
             packed form (see `pack_model`) are not rounded; a warning names them.
         resume_dir: a directory that gets a file for each finished block. The same call continues behind them after an
             interruption. Delete it afterwards: it holds the model's weights once more.
-        budget: chooses each layer's pattern, 12:32 to 28:32, by the error of its block (with SparseGPT, and a config
-            that leaves the pattern to it): the most bytes that the pruned layers may take packed, as a share of their
-            dense bf16 bytes. N:32 takes N/32 + 1/16. Calibrates once more than without.
 
     Returns:
         A `OneshotReport` with each layer's output error.
@@ -109,8 +104,6 @@ def oneshot(
     config = config or Sparse24Config(method=ONESHOT_METHOD)
     options = Options(criterion, reconstruct, PASSES if passes is None else passes, learning_rate, damping, values)
     check_config(config)
-    if budget is not None:
-        config = lowest(config, criterion, budget)
     if patched_config(model) is not None:
         raise ValueError("the model is already patched; call unpatch_model(model) first")
     if adapters_in(model):
@@ -122,8 +115,6 @@ def oneshot(
         raise ValueError("data has no batches (a generator that was read before is empty)")
     if passes is None:
         options = replace(options, passes=min(PASSES, math.ceil(STEPS / len(batches))))
-    if budget is not None:
-        config = fit_budget(model, batches, config, options, budget, resume_dir)
     patch = replace(patch_model(model, config), is_pretrained=False)  # nothing has to be done first
     weights = sparse_weights(model)
     with _all_or_nothing(model) as originals:
@@ -143,9 +134,8 @@ def oneshot(
     layers = pruning.layers
     run = sparse_run(model)
     assert run is not None  # it is patched
-    chosen = {} if budget is None else {"budget": budget}
     counts = {"batches": len(batches), "tokens": max(layer.tokens for layer in layers.values())}
-    run.record(pruning=asdict(options) | chosen | counts)
+    run.record(pruning=asdict(options) | counts)
     reports = {name: layers[layer_name(name)] for name in weights if layer_name(name) in layers}
     few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
     if few:

@@ -21,20 +21,18 @@ Pruned = tuple[Tensor, Tensor, float]
 """The pruned weight `[out, in]`, zero off the mask; its bool mask, N of every M inputs; the damping that it took."""
 
 
-def _magnitude(
-    weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None = None
-) -> Pruned:
+def _magnitude(weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None) -> Pruned:
     mask = nm_mask(weight, *pattern) if solver is None else transposable_mask(weight, *pattern, solver)
     return apply_mask(weight, mask), mask, damping
 
 
-def _wanda(weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
+def _wanda(weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None) -> Pruned:
     """The n of every m inputs with the largest `|W_ij| * ||X_j||_2`: Sun et al. 2023 (arXiv 2306.11695), eq. (1)."""
     mask = layerwise.best_mask(weight.abs() * inputs.squares.sqrt(), *pattern, -1, solver)
     return apply_mask(weight, mask), mask, damping
 
 
-def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float, solver: str | None = None) -> Pruned:
+def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float, solver: str | None) -> Pruned:
     return layerwise.sparsegpt(weight, inputs.matrix[:-1, :-1], *pattern, damping, solver=solver)
 
 

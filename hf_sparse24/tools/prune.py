@@ -118,7 +118,7 @@ def _load(job: PruneJob, source: str | Path, dtype: torch.dtype | str) -> Any:
 def _claim(job: PruneJob) -> None:
     """Make the folder of what is finished. ValueError: it is of another run."""
     settings = {"model": _hash_of_files(job), "text": job.text, "device": job.device}
-    settings |= {name: getattr(job.options, name) for name in ("pattern", "budget", "seed")} | job.tokens
+    settings |= {name: getattr(job.options, name) for name in ("pattern", "seed")} | job.tokens
     file = job.work / "run.json"
     if file.exists():
         theirs = read_json(file)
@@ -184,7 +184,7 @@ def _prune(job: PruneJob, dense: PreTrainedModel, folder: Path) -> None:
     model = _load(job, job.options.model, torch.float32)
     blocks, part = job.work / "blocks", job.work / "pruned.part"
     with torch.autocast(job.device, torch.bfloat16):
-        report = oneshot(model, data.split(1), job.config, resume_dir=blocks, budget=job.options.budget)
+        report = oneshot(model, data.split(1), job.config, resume_dir=blocks)
         print(report, flush=True)
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)

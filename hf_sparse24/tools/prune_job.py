@@ -23,7 +23,6 @@ from ..packed_format import check_values
 from ..patching.packing import check_packable
 from ..patching.report import shown_count
 from ..patching.surgery import patch_model
-from ..pruning.budget import lowest
 from ..weights.sparse_weight import sparse_weights
 from .models import check_destination, local_files, read_model
 
@@ -76,8 +75,7 @@ class PruneJob:
                 raise ValueError(f"--{option.replace('_', '-')} is not for {name}, a {cls}: leave it out")
         self.tokenizer = _tokenizer(name, self.kind)
         self.config = Sparse24Config(method=ONESHOT_METHOD, pattern=options.pattern, target_modules="all-linear")
-        budget = options.budget
-        patched = patch_model(empty, self.config if budget is None else lowest(self.config, "sparsegpt", budget))
+        patched = patch_model(empty, self.config)
         self.skipped = [f"{row.group}: {row.skipped}" for row in patched.rows if row.skipped]
         for layer, weight in sparse_weights(empty).items():
             if weight.is_stack:

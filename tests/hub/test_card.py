@@ -57,7 +57,7 @@ def test_the_counted_zeros_are_those_of_the_export(tmp_path):
 
 @pytest.mark.parametrize("format", ["dense", "packed", "training"])
 def test_a_card_counts_the_layers_of_each_pattern(format, tmp_path, monkeypatch):
-    """A budget chooses a pattern for each layer: the card counts them, and its code reads the file that has them."""
+    """With a pattern for each layer, the card counts them, and its code reads the file that has them."""
     layers = [
         f"model.layers.{i}.{name}" for i in (0, 1) for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
     ]

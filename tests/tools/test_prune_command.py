@@ -20,11 +20,10 @@ from recipe_runs import TEXTS, jsonl
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForMaskedLM, BertModel, PreTrainedModel
 
-from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, export_model, pack_model, patch_model
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.tools import prune as module
 from hf_sparse24.tools.prune_job import make_blocks
-from hf_sparse24.weights.storage import PACKED
 from hf_sparse24_command import main
 
 SMALL = {"vocab_size": 300, "max_position_embeddings": 32, "initializer_range": 0.2}
@@ -124,17 +123,6 @@ def test_a_model_is_pruned_trained_and_exported(format, values, pattern, models,
     assert (ours, theirs) == pytest.approx((losses["trained"], losses["dense"]), abs=1e-3)
     assert "| loss before training | " in card and "| own tokens | 160 " in card
     assert not (tmp_path / "out-work").exists()
-
-
-def test_a_budget_chooses_the_patterns(models, text, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(arguments(models / "llama", text, out, format="packed", budget=0.7, tokens=0)) == 0
-    printed = capsys.readouterr().out
-    assert "20:32 in " in printed and "verified: all 14 weights are" in printed
-    weights = sparse_weights(load_as_printed(printed), PACKED)
-    assert len({weight.pattern for weight in weights.values()}) > 1
-    card = (out / "README.md").read_text()
-    assert "M - N are zero (" in card and "| budget | 0.7 |" in card
 
 
 @pytest.mark.parametrize("kind", ["bert", "encoder"])
@@ -378,8 +366,6 @@ def test_texts_that_cannot_be_read(name, content, said, models, tmp_path, capsys
         ("without ends", {}, "no tokenizer with eos_token"),
         ("too small", {}, "vocab_size=200"),
         ("llama", {"values": "int8"}, "int8"),
-        ("llama", {"budget": 0.2}, "budget=0.2: must be between 0.4375 and 1"),
-        ("llama", {"budget": 0.7, "pattern": "16:32"}, "pattern='16:32'"),
         ("llama", {"calibration_tokens": 10**6}, "--calibration-tokens 1000000"),
         ("llama", {"seed": 2**32}, "eed"),
         ("bert", {}, "--own-tokens"),
