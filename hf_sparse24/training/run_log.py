@@ -64,7 +64,8 @@ def _lines_until(path: Path, step: int) -> list[str]:
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
-            if json.loads(line)["step"] <= step:
+            written = json.loads(line)["step"]
+            if written <= step:
                 kept.append(line)
         except (ValueError, LookupError, TypeError):
             continue
