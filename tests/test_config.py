@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import enum
 import json
 import pickle
 
@@ -16,11 +15,6 @@ from hf_sparse24.config import SavedConfig
 from hf_sparse24.facts import RunFacts
 from hf_sparse24.methods import METHODS
 from hf_sparse24.run import set_phase, sparse_run
-
-
-class Name(enum.StrEnum):
-    STE = "ste"
-    UP = "up_proj"
 
 
 def test_every_method_has_a_card_and_says_what_its_settings_mean():
@@ -97,11 +91,8 @@ def test_json_round_trip(method):
         ({"method": "sr-ste", "masked_decay": 10**5000}, "masked_decay=<int, .*>: must be a finite number >= 0"),
         ({"method": "sr-ste", "masked_decay": torch.tensor([1e-4, 1e-3])}, r"masked_decay=tensor\(.*\): must be"),
         ({"method": "sr-ste", "masked_decay": torch.tensor(1.0, device="meta")}, "masked_decay=tensor.*: must be"),
-        (
-            {"method": "sr-ste", "masked_decay": "1e-5"},
-            r"masked_decay='1e-5': must be a finite number >= 0; this is a string, not a number",
-        ),
-        ({"method": "t-sr-ste", "mask_interval": "40"}, "mask_interval='40': must be .* this is a string"),
+        ({"method": "sr-ste", "masked_decay": "1e-5"}, "masked_decay='1e-5': must be a finite number >= 0"),
+        ({"method": "t-sr-ste", "mask_interval": "40"}, "mask_interval='40': must be"),
         ({"dense_start": 2**70}, "dense_start=1180591620717411303424: must be"),
     ],
 )
@@ -120,7 +111,6 @@ def test_wrong_values_name_the_field_the_value_and_what_is_allowed(arguments, me
         ({"method": "sr-ste", "masked_decay": np.float64(1e-4)}, {"method": "sr-ste", "masked_decay": 1e-4}),
         ({"method": "sr-ste", "masked_decay": torch.tensor(0.5)}, {"method": "sr-ste", "masked_decay": 0.5}),
         ({"method": np.str_("ste"), "pattern": np.array("1:4")}, {"method": "ste", "pattern": "1:4"}),
-        ({"method": Name.STE, "target_modules": [Name.UP]}, {"method": "ste", "target_modules": ["up_proj"]}),
         ({"layers_to_transform": [np.int32(1), torch.tensor(0)]}, {"layers_to_transform": [1, 0]}),
     ],
 )

@@ -9,7 +9,7 @@
     sr_ste.py            STE with masked decay
     t_sr_ste.py          transposable masks, refreshed every 40 steps, with masked decay and a dense tail
     s_ste.py             soft threshold: masks without jumps
-    step.py              dense until Adam's variance has settled; step_adamw.py is its optimizer
+    step.py              dense until Adam's variance has settled, by an optimizer of its own
     fixed_mask.py        one mask for life
     slope.py             one mask for life, another in the backward pass, low-rank adapters at the end
     masked_decay.py      the pull of dropped weights towards zero
@@ -39,7 +39,7 @@ from .settings import (
     to_steps,
     with_default,
 )
-from .step_adamw import StepAdamW
+from .step import StepAdamW
 
 DEFAULT_METHOD = SSTE.name
 ONESHOT_METHOD = FixedMask.name  # it keeps the masks that it is given

@@ -75,10 +75,7 @@ class MaskedAdamW(torch.optim.Optimizer):
         batches = [(group, batch) for group, batch in batches if batch.params]
         self.before_groups([batch for group, batch in batches if group["masked"]])
         for group, batch in batches:
-            if group["masked"]:
-                self.masked_step(group, batch)
-            else:
-                _adamw_step(group, batch)
+            (self.masked_step if group["masked"] else _adamw_step)(group, batch)
         self.after_groups()
         return loss
 
@@ -101,7 +98,8 @@ class MaskedAdamW(torch.optim.Optimizer):
                 raise RuntimeError(f"{name} does not support sparse gradients; use nn.Embedding(sparse=False)")
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0)  # on the CPU, as AdamW has it: bias correction needs no device
+                # On the CPU, as AdamW has it, and in fp32: a bf16 number cannot count beyond 256.
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             moments = local(state["exp_avg"]), local(state["exp_avg_sq"])

@@ -41,10 +41,13 @@ class MaskedDecayMethod(SparseMethod):
         if self.settings.masked_decay == AUTO:
             way = "set a number here, such as that of Sparse24Trainer(...).tune_masked_decay()"
             raise ValueError(f"masked_decay='auto': only Sparse24Trainer determines it; {way}")
-        groups = optimizer.param_groups if self.settings.masked_decay and self.settings.decay_on == "weight" else []
-        if any(group.get("lr") is None or group.get("relative_step") for group in groups):
+        groups, name = optimizer.param_groups if self.settings.masked_decay else [], type(optimizer).__name__
+        if any(group.get("maximize") for group in groups):
+            raise ValueError(f"{name}(maximize=True) would make pruned weights grow: minimize the negative instead")
+        no_rate = any(group.get("lr") is None or group.get("relative_step") for group in groups)
+        if no_rate and self.settings.decay_on == "weight":
             way = "give it one, or set decay_on='gradient'"
-            raise ValueError(f"decay_on='weight' needs a learning rate, which {type(optimizer).__name__} lacks: {way}")
+            raise ValueError(f"decay_on='weight' needs a learning rate, which {name} lacks: {way}")
         super().check_run(total_steps, optimizer)
 
     def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:

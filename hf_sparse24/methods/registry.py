@@ -1,11 +1,10 @@
 """The registry of methods: `METHODS`, `register_method`, and `describe_settings`."""
 
 import dataclasses
-import textwrap
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..tables import html_table, shown
+from ..tables import shown
 from .base import SparseMethod
 from .settings import RESERVED, MethodSettings
 
@@ -78,31 +77,14 @@ def method_class(name: object) -> type[SparseMethod]:
     return METHODS[name]
 
 
-class SettingTexts(dict[str, str]):
-    """The settings of a method by name, each with its meaning: a dict that prints and shows as a table."""
-
-    def __init__(self, method: str, texts: dict[str, str]):
-        super().__init__(texts)
-        self.title = f"settings of {method}"
-
-    def __str__(self) -> str:
-        width = max(map(len, self), default=0) + 2
-        indent = " " * width
-        lines = [textwrap.fill(f"{name:<{width}}{text}", 100, subsequent_indent=indent) for name, text in self.items()]
-        return "\n".join([self.title, *lines])
-
-    def _repr_html_(self) -> str:
-        return html_table(self.title, ("setting", "meaning"), self.items())
-
-
-def describe_settings(method: str) -> SettingTexts:
+def describe_settings(method: str) -> dict[str, str]:
     """The meaning and default of each setting of a method: the keywords that `Sparse24Config(method=...)` takes.
 
     Args:
         method: the name of a registered method.
 
     Returns:
-        A dict of name to meaning. Print it, or show it in a notebook, for a table.
+        The meanings by name.
 
     Raises:
         ValueError: no method is registered by that name.
@@ -112,4 +94,4 @@ def describe_settings(method: str) -> SettingTexts:
         "lambda_W >= 0, the pull of pruned weights towards zero, ... (default 0.0002)"
     """
     fields = dataclasses.fields(method_class(method).Settings)
-    return SettingTexts(method, {f.name: f"{f.metadata['text']} (default {f.default!r})" for f in fields})
+    return {field.name: f"{field.metadata['text']} (default {field.default!r})" for field in fields}

@@ -9,7 +9,6 @@ A method's `Settings` combines the groups it needs and adds its own fields:
 
 import dataclasses
 import math
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,22 +96,12 @@ def sparse_steps(total: int, start: int | float, tail: int | float, start_name: 
 
 
 def plain(value: Any) -> Any:
-    """A value of a config as JSON has it: scalars of NumPy and torch, and subclasses, become str, int or float."""
+    """A value of a config as JSON has it: scalars of NumPy and torch become Python's."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     if getattr(value, "shape", None) == () and hasattr(value, "item") and not getattr(value, "is_meta", False):
-        value = value.item()
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int.__int__(value)
-    return float.__float__(value) if isinstance(value, float) else value
-
-
-def _hint(value: object) -> str:
-    if isinstance(value, str) and re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value, re.IGNORECASE):
-        return "; this is a string, not a number (in YAML 1e-4 is a string, 1.0e-4 a number)"
-    return ""
+        return value.item()
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +117,7 @@ class MethodSettings:
             value = getattr(self, field.name)
             wrong = field.metadata["check"](value)
             if wrong:
-                raise ValueError(f"{field.name}={shown(value)}: {wrong}{_hint(value)}")
+                raise ValueError(f"{field.name}={shown(value)}: {wrong}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +157,6 @@ class PhaseSettings(MethodSettings):
 
     dense_start: int | float = setting(0, is_length, f"length of dense training before sparsity starts: {LENGTH}")
     dense_tail: int | float = setting(0, is_length, f"length of dense training after sparsity ends: {LENGTH}")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if sum(length for length in (self.dense_start, self.dense_tail) if isinstance(length, float)) >= 1:
-            raise ValueError(f"dense_start={self.dense_start}, dense_tail={self.dense_tail}: leave no sparse step")
 
 
 @dataclass(frozen=True, kw_only=True)
