@@ -85,10 +85,7 @@ class SparseExperts(StackedExperts, SparseModule):
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if trains and any(weight.parameter.requires_grad for weight in weights):
             run.expect_controller()
-        hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
-        tokens = 1 if hidden is None else hidden.numel() // max(hidden.shape[-1], 1)
-        wanted = [Wanted(PRUNED)]
-        pruned = [weight.encoded(wanted, weight.parameter.dtype, tokens)[0] for weight in weights]
+        pruned = [weight.encoded([Wanted(PRUNED)], weight.parameter.dtype)[0] for weight in weights]
         self.running.append({weight.name: weight.storage.out_in(x) for weight, x in zip(weights, pruned)})
         try:
             return super().forward(*args, **kwargs)

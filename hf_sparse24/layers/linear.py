@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..weights.encodings import Wanted
-from ..weights.gemms import PRUNED, Gemm
+from ..weights.gemms import Gemm
 from .sparse_module import SparseModule, reject_tracing, trained_parameter
 
 
@@ -134,9 +133,9 @@ class Sparse24Layer(SparseModule):
         gemms = method.gemms
         tokens, backend = x.numel() // inputs, run.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
-        wanted, input_plan, encode = [_operand(gemms.output, output_plan)], None, None
+        wanted, input_plan, encode = [gemms.output.wanted(output_plan)], None, None
         if not torch.is_grad_enabled():
-            (output_weight,) = sparse.encoded(wanted, dtype, tokens)
+            (output_weight,) = sparse.encoded(wanted, dtype)
             output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
             return method.adapt_output(x, output, sparse.state.parameters, run.phase)
         is_compiling = torch.compiler.is_compiling()
@@ -146,10 +145,10 @@ class Sparse24Layer(SparseModule):
         if x.requires_grad or is_compiling:
             input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
             if sparse.storage.gathered_from is None or is_compiling:
-                wanted.append(_operand(gemms.grad_input, input_plan))
+                wanted.append(gemms.grad_input.wanted(input_plan))
             else:
-                encode = partial(sparse.encoded, [_operand(gemms.grad_input, input_plan)], dtype, tokens)
-        operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype, tokens)
+                encode = partial(sparse.encoded, [gemms.grad_input.wanted(input_plan)], dtype)
+        operands = sparse.encoded(list(dict.fromkeys(wanted)), dtype)
         output_weight, input_weight = operands[0], None if wanted[-1] == wanted[0] else operands[-1]
         output = _SparseLinearFunction.apply(
             x, weight, output_weight, input_weight, bias, rng_key, gemms, output_plan, input_plan, backend, encode
@@ -160,10 +159,6 @@ class Sparse24Layer(SparseModule):
         sparse = self.sparse24["weight"]
         (out, inputs), method = sparse.sizes, sparse.method.name
         return f"in={inputs}, out={out}, bias={self.bias is not None}, method={method}, phase={sparse.run.phase}"
-
-
-def _operand(gemm: Gemm, plan: GemmPlan) -> Wanted:
-    return Wanted(gemm.weight or PRUNED, gemm.weight_form(plan), plan.backend)
 
 
 class Sparse24Linear(Sparse24Layer, nn.Linear):

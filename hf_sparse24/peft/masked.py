@@ -37,12 +37,12 @@ UNMERGED = "sparse24_unmerged"  # attribute of a merged adapter with the `Unmerg
 
 
 @torch.no_grad()
-def weight_of(layer: Any, dtype: torch.dtype | None = None, tokens: int = 1) -> Tensor:
+def weight_of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return the weight `[out, in]` that a linear layer, sparse or not, multiplies by; the caller must not change it.
     With the `dtype` of a sparse layer's GEMM, it is the layer's own encoding."""
     if is_pruned(layer):
         sparse = layer.sparse24["weight"]
-        (weight,) = sparse.encoded([Wanted(PRUNED)], dtype or sparse.parameter.dtype, tokens)
+        (weight,) = sparse.encoded([Wanted(PRUNED)], dtype or sparse.parameter.dtype)
         return weight
     return out_in(layer, layer.weight.detach())
 
@@ -88,7 +88,7 @@ class _MaskedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, a, b)
         ctx.scaling, ctx.layer = scaling, layer
         tokens = x.reshape(-1, x.shape[-1])
-        weight = weight_of(layer, x.dtype, len(tokens))
+        weight = weight_of(layer, x.dtype)
         output = x.new_empty(len(tokens), len(weight))
         with _exactly(x):
             for rows in _blocks(weight):
@@ -100,7 +100,7 @@ class _MaskedLinearFunction(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, a, b = ctx.saved_tensors
         tokens, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
-        weight = weight_of(ctx.layer, x.dtype, len(tokens))
+        weight = weight_of(ctx.layer, x.dtype)
         needs_x, *needs_ab = ctx.needs_input_grad[:3]
         dtype = _wide(a)
         grad_x = torch.zeros_like(tokens)

@@ -7,16 +7,15 @@ is still open in which it was made, or samples of them have not changed.**
 - Training: the controller opens a step when an optimizer step has ended, and closes it right before the next. A
   training loop without a controller has no open step, and prunes in every forward pass and every recomputation.
 - Evaluation: averaged weights and merged adapters are written through `.data`, which no version counter sees, so
-  samples of the tensors are compared. A sample has elements of every row and every column: it notices a write to a
-  whole one, and may miss writes to single elements.
+  samples of the tensors are compared, which costs 20 % of a one-token GEMM on a CPU. A sample has elements of every row
+  and every column: it notices a write to a whole one, and may miss writes to single elements.
 
-Comparing a sample costs 20 % of a one-token GEMM on a CPU. Below 8 tokens we compare an eighth of it.
+Code that writes through `.data` within a step calls `clear_encodings` of the weight.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 
 class Wanted(NamedTuple):
-    """An encoding that a GEMM asks for: `Gemm.weight`, `Gemm.weight_form`, and the backend that stores it."""
+    """An encoding that a GEMM asks for: its weight operand by name, the form, and the backend that stores it."""
 
     operand: str
     form: str = "dense"
@@ -36,12 +35,12 @@ class Wanted(NamedTuple):
 class _Kept(NamedTuple):
     """Encodings, with the versions and samples of what they were made from.
 
-    Samples share the memory of those tensors, so no other tensor gets the same address. `step` is the open step in
-    which the encodings are known to be valid; None where only the samples can say.
+    Samples are some elements of those tensors: views, so that no other tensor gets the same address, and their values.
+    `step` is the open step in which the encodings are known to be valid; None where only the samples can say.
     """
 
     version: tuple[object, ...] = ()
-    samples: Sequence["Sample"] = ()
+    samples: Sequence[tuple[Tensor, Tensor]] = ()
     step: object | None = None
     tensors: Mapping[Wanted, Tensor] = {}
 
@@ -58,17 +57,14 @@ class Encodings:
         wanted: Sequence[Wanted],
         dtype: torch.dtype,
         tensors: Sequence[Tensor],
-        tokens: int,
         step: object | None,
         make: Callable[[Sequence[Wanted]], Sequence[Tensor]],
         keep: bool = True,
     ) -> list[Tensor]:
-        """The wanted encodings of `tensors`, from memory where they are valid, unless `keep` is False.
-
-        `make` makes all forms of one operand in one pass. With more `tokens`, comparing whole samples costs less.
-        """
+        """The wanted encodings of `tensors`, from memory where they are valid, unless `keep` is False. `make` makes all
+        forms of one operand in one pass."""
         keep = keep and _may_be_kept(step, tensors)
-        kept = _still_valid(self._kept, dtype, tensors, tokens, step) if keep else _Kept()
+        kept = _still_valid(self._kept, dtype, tensors, step) if keep else _Kept()
         missing: dict[str, list[Wanted]] = {}
         for one in wanted:
             if one not in kept.tensors:
@@ -96,9 +92,7 @@ def _may_be_kept(step: object | None, tensors: Sequence[Tensor]) -> bool:
     return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _still_valid(
-    kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], tokens: int, open_step: object | None
-) -> _Kept:
+def _still_valid(kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], open_step: object | None) -> _Kept:
     """`kept` where it is valid, otherwise an empty one for what is to be made from `tensors` as they are."""
     # With gradients, weights change between steps alone. Without, averaged weights may have been swapped in.
     step = open_step if torch.is_grad_enabled() else None
@@ -106,32 +100,18 @@ def _still_valid(
     if kept.version == version:
         if step is not None and kept.step is step:
             return kept
-        if not any(sample.has_changed(tokens) for sample in kept.samples):
-            return kept if kept.step is step else kept._replace(step=step)
-    return _Kept(version, [Sample(tensor) for tensor in tensors], step)
+        if all(torch.equal(sample, values) for sample, values in kept.samples):
+            return kept._replace(step=step)
+    samples = [sample_of(tensor) for tensor in tensors]
+    return _Kept(version, [(sample, sample.clone()) for sample in samples], step)
 
 
-class Sample:
-    """Some elements of a matrix, at least one of every row and of every column: a flat view, and a copy of it."""
-
-    MANY_TOKENS = 8
-
-    def __init__(self, tensor: Tensor):
-        # A copy of what is not contiguous would not change with it.
-        view = tensor.detach().view(-1)[:: _stride(tensor.shape)] if tensor.is_contiguous() else tensor.detach()
-        self.view, self.values = view, view.clone()
-        self._few = view[:: self.MANY_TOKENS], self.values[:: self.MANY_TOKENS]
-
-    def has_changed(self, tokens: int) -> bool:
-        view, values = self._few if tokens < self.MANY_TOKENS else (self.view, self.values)
-        return not torch.equal(view, values)
-
-
-@cache
-def _stride(shape: torch.Size) -> int:
-    """No longer than a row, it reaches every row; coprime to a row's length, it reaches every column."""
-    columns = shape[-1] if shape else 1
-    stride = max(1, min(columns, shape.numel() // max(columns, 1)))
-    while math.gcd(stride, columns) > 1:
-        stride -= 1
-    return stride
+def sample_of(tensor: Tensor) -> Tensor:
+    """Some elements of a matrix, at least one of every row and of every column, as a view; of one that is not
+    contiguous, which has no flat view, all."""
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor.detach()
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    # No longer than a row, a stride reaches every row; coprime to a row's length, it reaches every column.
+    strides = range(min(columns, tensor.numel() // columns), 0, -1)
+    return tensor.detach().view(-1)[:: next(stride for stride in strides if math.gcd(stride, columns) == 1)]

@@ -15,6 +15,8 @@ from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_prob
 from sparse24_kernels.gemm.backend import DENSE, encode_one
 from torch import Tensor
 
+from .encodings import Wanted
+
 HARDWARE_PATTERN = Pattern(2, 4)
 """What sparse tensor cores multiply, and with it every pattern that is within it (`Pattern.is_within_24`)."""
 
@@ -90,9 +92,10 @@ class Gemm:
             return GemmPlan(DENSE, self.unsupported() or "")
         return plan_gemm(problem, device, backend)
 
-    def weight_form(self, plan: GemmPlan) -> str:
-        """The form of the weight `[out, in]` that the plan takes. The grad_input GEMM's operand is its transpose."""
-        return turned(plan.form) if plan.is_sparse and self.name != "output" else plan.form
+    def wanted(self, plan: GemmPlan) -> Wanted:
+        """The encoding of the weight that the plan takes. The grad_input GEMM's operand is the transpose."""
+        form = turned(plan.form) if plan.is_sparse and self.name != "output" else plan.form
+        return Wanted(self.weight or PRUNED, form, plan.backend)
 
     def prune(self, operand: Tensor, dim: int, key: Tensor | None) -> Tensor:
         """The operand that is no weight, pruned by the estimator in groups along `dim`: a dense tensor with zeros.

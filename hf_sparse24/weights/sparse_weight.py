@@ -175,8 +175,8 @@ class SparseWeight:
         out_in = self.storage.out_in
         return out_in(self.method.merge(out_in(self.pruned()), parameters, self.run.phase))
 
-    def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype, tokens: int) -> list[Tensor]:
-        """Weight operands `[..., out, in]` in forms that GEMMs of so many tokens take, kept as `encodings.py` says."""
+    def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype) -> list[Tensor]:
+        """Weight operands `[..., out, in]` in forms that GEMMs take, kept as `encodings.py` says."""
         parameter = self.parameter
         if sharding.is_sharded(parameter):
             way = "split the model by FSDP2 (fully_shard), or by from_pretrained(tp_plan='auto') of Transformers 5.23"
@@ -184,7 +184,7 @@ class SparseWeight:
         made_from = [parameter, *self.state.local()]
         keep = self.storage.gathered_from is None  # FSDP2 frees what they would be valid for
         make = partial(self._encode, dtype)
-        return self.encodings.get(wanted, dtype, made_from, tokens, self.run.open_step, make, keep)
+        return self.encodings.get(wanted, dtype, made_from, self.run.open_step, make, keep)
 
     def clear_encodings(self) -> None:
         """Drop what is kept, and free its memory: the next GEMM encodes again."""

@@ -57,7 +57,7 @@ def test_sparse_weight_of_each_method():
 def input_weight(layer) -> torch.Tensor:
     """The weight of the grad_input GEMM, `[out, in]`."""
     weight = layer.sparse24["weight"]
-    (operand,) = weight.encoded([Wanted(weight.method.gemms.grad_input.weight)], layer.weight.dtype, 16)
+    (operand,) = weight.encoded([Wanted(weight.method.gemms.grad_input.weight)], layer.weight.dtype)
     return operand
 
 

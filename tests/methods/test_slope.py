@@ -54,7 +54,7 @@ def make_layer(weight: torch.Tensor, conv1d: bool = False, **settings) -> nn.Mod
 def backward_weight(layer: nn.Module) -> torch.Tensor:
     """What the grad_input GEMM multiplies by, `[out, in]`."""
     weight = layer.sparse24["weight"]
-    (operand,) = weight.encoded([Wanted("grad_input")], layer.weight.dtype, 16)
+    (operand,) = weight.encoded([Wanted("grad_input")], layer.weight.dtype)
     return operand
 
 

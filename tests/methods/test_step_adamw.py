@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from hf_sparse24.methods.step import SWITCH_RULES
 from step_adamw_runs import WEIGHTS, make, parameters, set_gradients, train
 from torch import nn
 from transformers import Trainer
@@ -14,6 +13,7 @@ from zoo import build
 
 from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.methods import StepAdamW, step_param_groups
+from hf_sparse24.methods.step import SWITCH_RULES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

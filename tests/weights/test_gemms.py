@@ -153,8 +153,8 @@ def test_every_method_gives_every_form(stand_in, method, conv1d):  # noqa: F811
         assert plan.is_sparse == (gemm.sparse == "weight")
         if not plan.is_sparse:
             continue
-        wanted = [Wanted(gemm.weight), Wanted(gemm.weight, gemm.weight_form(plan), plan.backend)]
-        dense, compressed = weight.encoded(wanted, torch.bfloat16, 16)
+        wanted = [Wanted(gemm.weight), gemm.wanted(plan)]
+        dense, compressed = weight.encoded(wanted, torch.bfloat16)
         assert dense.shape == (48, 32) and is_nm_sparse(dense, dim=-1 if gemm.name == "output" else 0)
         matrix = dense if gemm.name == "output" else dense.t()
         x = torch.randn(16, matrix.shape[1]).bfloat16()
