@@ -15,7 +15,8 @@ All GEMMs are dense math on pruned values: no library has a sparse grouped GEMM.
 Known limit: kernels of the Hub (`use_kernels=True`) read the Parameters from outside, and compute with dense weights.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +51,21 @@ class StackedExperts(Made, nn.Module):
 
     @classmethod
     def members(cls, key: tuple[str, ...]) -> dict[str, Any]:
-        def reads(name: str) -> property:
-            return property(lambda module: cls.read(module, name))
+        return {name: property(partial(cls.read, name=name)) for name in key}
 
-        return {name: reads(name) for name in key}
+    def read(self, name: str) -> Tensor:
+        """The value of the attribute `name`."""
+        weight, running = self.__dict__["sparse24"][name], self.__dict__["running"]
+        if running:
+            return running[-1][name]
+        return weight.parameter if weight.storage.has_zeros else weight.storage.whole()
 
-    @staticmethod
-    def read(module: nn.Module, name: str) -> Any:
-        """The value of `module.<name>`."""
-        raise NotImplementedError
+    def forward_with(self, weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        self.running.append(weights)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.running.pop()
 
     def extra_repr(self) -> str:
         shapes = {name: (len(weight.master), *weight.sizes) for name, weight in self.sparse24.items()}
@@ -71,11 +78,6 @@ class SparseExperts(StackedExperts, SparseModule):
 
     prefix = "Sparse24"
 
-    @staticmethod
-    def read(module: nn.Module, name: str) -> Any:
-        weight, running = module.__dict__["sparse24"][name], module.__dict__["running"]
-        return _StraightThrough.apply(trained_parameter(weight), running[-1][name]) if running else weight.parameter
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         weights = self.sparse24.values()
         run = next(iter(weights)).run
@@ -85,12 +87,12 @@ class SparseExperts(StackedExperts, SparseModule):
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if trains and any(weight.parameter.requires_grad for weight in weights):
             run.expect_controller()
-        pruned = [weight.encoded([Wanted(PRUNED)], weight.parameter.dtype)[0] for weight in weights]
-        self.running.append({weight.name: weight.storage.out_in(x) for weight, x in zip(weights, pruned)})
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.running.pop()
+        pruned = {}
+        for weight in weights:
+            (out_in,) = weight.encoded([Wanted(PRUNED)], weight.parameter.dtype)
+            stored = weight.storage.out_in(out_in)
+            pruned[weight.name] = cast(Tensor, _StraightThrough.apply(trained_parameter(weight), stored))
+        return self.forward_with(pruned, *args, **kwargs)
 
     def extra_repr(self) -> str:
         weight = next(iter(self.sparse24.values()))
@@ -102,15 +104,7 @@ class PackedExperts(StackedExperts, PackedModule):
 
     prefix = "Packed"
 
-    @staticmethod
-    def read(module: nn.Module, name: str) -> Tensor:
-        running = module.__dict__["running"]
-        return running[-1][name] if running else module.__dict__["sparse24"][name].storage.whole()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reject_tracing()
-        self.running.append({name: weight.storage.whole() for name, weight in self.sparse24.items()})
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.running.pop()
+        weights = {name: weight.storage.whole() for name, weight in self.sparse24.items()}
+        return self.forward_with(weights, *args, **kwargs)

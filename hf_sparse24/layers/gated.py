@@ -54,12 +54,10 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
     """
     fused = []
     for name, module in model.named_modules():
-        if not isinstance(module, FusedGatedMLP):
-            fused_class = _find_fused_class(module)
-            if fused_class is None:
-                continue
+        if not isinstance(module, FusedGatedMLP) and (fused_class := _find_fused_class(module)):
             change_class(module, fused_class)
-        fused.append(name)
+        if isinstance(module, FusedGatedMLP):
+            fused.append(name)
     return fused
 
 
@@ -82,17 +80,10 @@ class FusedGatedMLP(Made):
     """First base of the classes of fused modules: one for each own class, layout, order and kind."""
 
     prefix = "Fused"
-    layout: Layout
-    up_first: bool
-    kind: str
-
-    @classmethod
-    def members(cls, key: tuple[Layout, bool, str]) -> dict[str, Any]:
-        return dict(zip(("layout", "up_first", "kind"), key))
 
     def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = *args, *kwargs.values()  # the one argument, by the name that the module itself gives it
-        return _fused_forward(self, x, self.layout, self.up_first, self.kind)
+        return _fused_forward(self, x, *self.made_of[2])
 
 
 def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool, kind: str) -> Tensor:
@@ -106,10 +97,9 @@ def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool,
 def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
     own_class: type = type(module)
     layouts = (layout for layout in LAYOUTS if _is_simple(module, layout))
-    for key in product(layouts, (False, True), GATED_ACTIVATIONS):
-        if _behaves_like(module, *key):
-            return made_class(FusedGatedMLP, own_class, key)
-    return None
+    keys = product(layouts, (False, True), GATED_ACTIVATIONS)
+    key = next((key for key in keys if _behaves_like(module, *key)), None)
+    return None if key is None else made_class(FusedGatedMLP, own_class, key)
 
 
 def _is_simple(module: nn.Module, layout: Layout) -> bool:

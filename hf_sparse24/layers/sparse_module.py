@@ -17,10 +17,15 @@ from ..weights.sparse_weight import SparseWeight, wrong_state
 
 class Made:
     """The base of what stands in front of a module's own class. pickle finds no made class by name, so an instance is
-    pickled by `made_of`, the arguments of `made_class`. `members(key)` are the attributes of the class for a key."""
+    pickled by `made_of`, the arguments of `made_class`."""
 
     prefix: ClassVar[str]
     made_of: ClassVar[tuple[type, type, Any]]
+
+    @classmethod
+    def members(cls, key: Any) -> dict[str, Any]:
+        """The attributes of the class for a key."""
+        return {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, self.made_of, self.__dict__

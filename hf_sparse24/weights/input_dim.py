@@ -1,4 +1,4 @@
-"""find_input_dim: which dimension of a weight is the input dimension, in whose groups N:M prunes."""
+"""Which dimension of a weight is the input dimension, in whose groups N:M prunes."""
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D

@@ -3,7 +3,7 @@
 import sparse24_kernels as kernels
 import torch
 from sparse24_kernels import Packed, Pattern
-from sparse24_kernels.checks import check_packed, described
+from sparse24_kernels.checks import check_packed
 from sparse24_kernels.formats import unpackable
 from sparse24_kernels.packing import wrong_mask
 from torch import Tensor
@@ -45,11 +45,9 @@ def packed_form(name: str, weight: SparseWeight, values: str) -> Packed | None:
 def wrong_packed(packed: Packed) -> str | None:
     """The fault of values, mask and scales that were read from a file; None where they are right."""
     try:
-        check_packed("", packed)
-    except ValueError:
-        named = zip(("values", "mask", "scales"), (packed.values, packed.mask, packed.scales))
-        parts = [f"{what} {described(x)}" for what, x in named if x is not None]
-        return f"these do not fit each other: {', '.join(parts)}, groups of {packed.m}"
+        check_packed("a packed weight", packed)
+    except ValueError as error:
+        return str(error)
     if wrong := wrong_mask(packed):
         return f"its mask has {wrong}"
     values, scales = packed.values, packed.scales

@@ -154,25 +154,16 @@ class DenseMaster(Storage):
 
 
 class PackedFrozen(Storage):
-    """The weight without its zeros, in buffers: for inference, and under adapters.
-
-    Attributes:
-        names: what its values, mask and scales are called in the module.
-    """
-
-    def __init__(self, module: nn.Module, name: str, input_dim: int, layer: str = ""):
-        super().__init__(module, name, input_dim, layer)
-        self.names = buffer_names(name)
+    """The weight without its zeros, in buffers: for inference, and under adapters."""
 
     @property
     def packed(self) -> Packed:
-        (_, mask, scales), buffers = self.names, self.module._buffers
+        (_, mask, scales), buffers = buffer_names(self.name), self.module._buffers
         return Packed(self.master, cast(Tensor, buffers[mask]), buffers.get(scales), self.pattern.m)
 
     @property
     def master(self) -> Tensor:
-        values, module = self.names[0], self.module
-        return cast(Tensor, module._buffers[values] if values in module._buffers else module._parameters[values])
+        return cast(Tensor, getattr(self.module, buffer_names(self.name)[0]))
 
     @property
     def sizes(self) -> tuple[int, int]:
