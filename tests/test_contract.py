@@ -159,7 +159,7 @@ def test_doctor_predicts_gains(stand_in, method):  # noqa: F811
     assert doctor.problems(model, 32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("pattern", ["8:16", "16:32", "6:8"])
+@pytest.mark.parametrize("pattern", ["16:32", *(pytest.param(p, marks=pytest.mark.slow) for p in ("8:16", "6:8"))])
 @every_method
 def test_any_pattern_trains_and_exports(method, pattern, tmp_path):
     """What was trained computes the same bits from its export in either format."""

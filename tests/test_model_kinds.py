@@ -139,6 +139,8 @@ LIVES = [
     *(("s-ste", name) for name in KINDS if name != "clip-vision"),  # which has no loss
     *(("t-sr-ste", name) for name in ("deit", "clip", "t5")),  # masks, their refreshes and decay, a dense tail
 ]
+QUICK = [("s-ste", "vit"), ("s-ste", "whisper"), ("t-sr-ste", "t5"), ("t-sr-ste", "clip")]
+LIVES = [pytest.param(*life, marks=() if life in QUICK else pytest.mark.slow) for life in LIVES]
 
 
 @pytest.mark.parametrize(("method", "name"), LIVES)

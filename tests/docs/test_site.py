@@ -8,6 +8,8 @@ from urllib.parse import unquote
 import build_site
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site() -> Path:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(RECIPES / "pretrained"))
 import encoder
 
 
+@pytest.mark.slow
 def test_embeddings_before_and_after(tmp_path, tokenizer, capsys):
     config = zoo.build("bert", vocab_size=300, max_position_embeddings=64, initializer_range=0.2).config
     AutoModel.from_config(config).save_pretrained(tmp_path / "model")

@@ -33,6 +33,7 @@ def run(tmp_path, monkeypatch):
     return lambda *arguments: frontier.main(["--quick", *folders, *arguments])
 
 
+@pytest.mark.slow
 def test_a_row_is_measured_once(run, tmp_path):
     for name in ("dense bf16", "dense int8", "16:32 int8"):
         run("--only", name)

@@ -48,6 +48,7 @@ def offline(tmp_path, monkeypatch) -> Path:
     return tmp_path / "index"
 
 
+@pytest.mark.slow
 def test_packages_are_downloaded_once(tmp_path, offline, monkeypatch):
     requirements = tmp_path / "packages.txt"
     requirements.write_text(wheel(offline, "one_package", a=b"text"))
@@ -57,6 +58,7 @@ def test_packages_are_downloaded_once(tmp_path, offline, monkeypatch):
     assert material.packages(folder, requirements) == folder
 
 
+@pytest.mark.slow
 def test_a_wrong_hash_is_refused_and_changes_nothing(tmp_path, offline):
     requirements = tmp_path / "packages.txt"
     requirements.write_text(wheel(offline, "one_package", a=b"text"))

@@ -70,6 +70,7 @@ def in_this_process(command: list[str], **_) -> SimpleNamespace:
     return SimpleNamespace(returncode=int(ended_with != 0), stdout=printed.getvalue(), stderr=str(ended_with))
 
 
+@pytest.mark.slow
 def test_quickstart_twice_and_its_loud_failures(tmp_path, capsys, monkeypatch):
     arguments = [*TINY, f"--output_dir={tmp_path / 'out'}"]
     for _ in range(2):
@@ -126,6 +127,7 @@ def test_quickstart_interrupted(tmp_path):
     assert "interrupted" in errors and ("Traceback" not in errors or "Exception ignored in" in errors)
 
 
+@pytest.mark.slow
 def test_methods_page(tmp_path, capsys, monkeypatch):
     """Runs are kept and not repeated; the page tells what is there, the reverse of a claim included."""
     stdlib_text.prepare(tmp_path / "text", 300, max_files=60)

@@ -59,6 +59,7 @@ def test_runs(capsys):
         scaling.main(["--steps", "2"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()

@@ -47,8 +47,9 @@ of_torch = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. i
 
 
 @of_torch
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))])
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_onnx_runtime_has_the_same_logits_from_weights_that_are_2_4_along_what_is_contracted(
     name, dtype, tmp_path, monkeypatch
 ):

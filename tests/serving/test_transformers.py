@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import serving
 import sparse_models
 import torch
@@ -25,6 +26,7 @@ assert not any(name.startswith(("hf_sparse24", "sparse24")) for name in sys.modu
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_import_us_loads_an_export_and_says_nothing(tmp_path):
     arguments = []
     for name in ("llama", "gpt2", "bert"):

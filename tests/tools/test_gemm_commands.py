@@ -36,6 +36,7 @@ def test_doctor_says_what_runs_here_and_why(capsys):
     assert "FAILED" not in printed and (isinstance(load(), str) or printed.count(" ok\n") == 8)
 
 
+@pytest.mark.slow
 def test_doctor_checks_again_and_writes_a_report(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))

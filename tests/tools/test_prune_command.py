@@ -94,7 +94,11 @@ def load_as_printed(printed: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("format", "values", "pattern"),
-    [("dense", "float", "2:4"), ("packed", "float", "16:32"), ("packed", "int8", "2:4")],
+    [
+        ("dense", "float", "2:4"),
+        pytest.param("packed", "float", "16:32", marks=pytest.mark.slow),
+        pytest.param("packed", "int8", "2:4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_is_pruned_trained_and_exported(format, values, pattern, models, text, tmp_path, capsys):
     out = tmp_path / "out"
@@ -194,7 +198,9 @@ def run_apart(command: list[str], errors: Path) -> None:
     sys.exit(main(command))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", ["pruning", *(pytest.param(x, marks=pytest.mark.slow) for x in ("own text", "training"))]
+)
 def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys, monkeypatch):
     expected, command = undisturbed
     command = [str(tmp_path / "out") if part == str(expected) else part for part in command]
@@ -221,6 +227,7 @@ def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys, monkeypatch)
     assert read(tmp_path / "out") == read(expected)
 
 
+@pytest.mark.slow
 def test_ctrl_c_after_the_training_loses_nothing_however_often(undisturbed, tmp_path, monkeypatch):
     expected, command = undisturbed
     command = [str(tmp_path / "out") if part == str(expected) else part for part in command]
