@@ -1,7 +1,6 @@
 """Checks before training starts: the engine, agreement of the processes, and the reference model of TRL's trainers."""
 
 import hashlib
-import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -13,28 +12,18 @@ from transformers import Trainer
 
 from ..layers.sparse_module import WeightModule
 from ..methods.base import DENSE_PHASE
-from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sharding import is_sharded
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import TRAINED
-from .zero import check_method
-
-logger = get_logger(__name__)
 
 _LONG_RUN = 10**9  # steps of a run in which no length of a phase rounds to nothing
 
 
 def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails."""
-    run = sparse_run(model)
-    zero: Any = getattr(accelerator.state, "deepspeed_plugin", None)
-    if run is not None and zero is not None and zero.zero_stage:
-        check_method(run.method)
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-            logger.warning("accelerate has no FSDP on this device: it runs DDP, and every process has all weights")
         return
     if getattr(plugin, "fsdp_version", 1) != 2:
         way = "`fsdp_version: 2` in accelerate's config file, or fsdp_config={'version': 2}"

@@ -2,34 +2,28 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..methods import Piece, SparseMethod
 from ..methods.masked_adamw import Group
 from ..progress import get_logger
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
-from .zero import DeepSpeedZero, ZeroOptimizer, is_deepspeed
+from .zero import DeepSpeedZero, ZeroOptimizer
 
 logger = get_logger(__name__)
-
-
-class Handle(Protocol):
-    """A handle of a hook, as torch gives it."""
-
-    def remove(self) -> None:
-        """End the hook; a second call does nothing."""
 
 
 def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroOptimizer":
     """The optimizer as the controller follows it, without accelerate's wrapper, since a method knows its own by class.
     ValueError: it cannot be followed."""
-    if not is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+    if not _is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         optimizer = getattr(optimizer, "optimizer", optimizer)
-    if is_deepspeed(optimizer):
+    if _is_deepspeed(optimizer):
         return ZeroOptimizer(cast(DeepSpeedZero, optimizer), method)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
@@ -37,6 +31,10 @@ def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroO
         way = "it updates weights within backward, before masked decay and without steps to follow"
         raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW, or another that updates in step()")
     return TorchOptimizer(optimizer)
+
+
+def _is_deepspeed(optimizer: object) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.runtime")
 
 
 def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimizer | ZeroOptimizer") -> None:
@@ -98,35 +96,25 @@ class TorchOptimizer:
             pieces.append(Piece(name, values, gradient, float(rate or 0), partial(mask, name)))
         return pieces
 
-    def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Handle]:
+    def follow(
+        self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]
+    ) -> list[RemovableHandle]:
         """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
-        that the optimizer is not going to take does not count. torch's handles end it."""
+        that the optimizer is not going to take does not count. The handles end it."""
 
-        def final_gradients() -> None:
-            if self._is_within_step():
-                return
-            self._takes_step = _unscale(self.optimizer)
-            if self._takes_step:
-                before()
-                change()
-
-        def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
-            self._takes_step = self._is_within_step()
+        def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins."""
+            if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+                way = "run it, forward and backward, and then call step()"
+                raise ValueError(f"step(closure) makes gradients after masked decay has changed them: {way}")
+            is_within = self._takes_step = self._is_within_step()
             if kwargs == {"closure": None} and not any(group.get("lr", 1) for group in optimizer.param_groups):
-                return None  # torch.distributed.checkpoint lets the optimizer make its state so, before it loads that
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is None:
-                return final_gradients()
-
-            def and_final_gradients() -> object:  # they are made within the step
-                loss = closure()
-                final_gradients()
-                return loss
-
-            if len(args) > 1:
-                return (args[0], and_final_gradients, *args[2:]), kwargs
-            return args, kwargs | {"closure": and_final_gradients}
+                return  # torch.distributed.checkpoint lets the optimizer make its state so, before it loads that
+            if not is_within:
+                self._takes_step = _unscale(self.optimizer)
+                if self._takes_step:
+                    before()
+                    change()
 
         def post_hook(*_: object) -> None:
             if self._takes_step:

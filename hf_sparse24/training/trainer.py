@@ -99,7 +99,6 @@ class Sparse24Trainer(Trainer):
             args.ddp_broadcast_buffers = False  # masks and scales are the same on all processes
         super().__init__(model, args, *trainer_args, **kwargs)
         if teacher is not None:
-            _check_own_loss(self)
             distiller = distill(model_of(self), teacher, distillation, self.processing_class)
             self._teaching = distiller.teacher, distillation
         self.sparse24_callback = Sparse24Callback.add_to(self)
@@ -130,6 +129,8 @@ class Sparse24Trainer(Trainer):
             checkpoint = last_whole_checkpoint(str(self.args.output_dir))
         elif checkpoint is not None and (damage := checkpoint_damage(checkpoint)):
             raise ValueError(f"cannot resume from {checkpoint}: {damage}; name a whole checkpoint")
+        if checkpoint is not None:
+            check_resumed(model_of(self), checkpoint, warn=False)  # before files of another method are loaded
         if self.args.world_size > 1 and self.model_wrapped is self.model:
             # accelerate (1.15) leaves a model that evaluate() has prepared out of DDP: processes would train apart.
             self.accelerator._models.clear()
@@ -142,8 +143,6 @@ class Sparse24Trainer(Trainer):
         # Only here are the model, `model_init`'s too, and the arguments of a hyperparameter trial those of the run.
         model = model_of(self)
         run = sparse_run(model)
-        if run is None and not sparse_weights(model, PACKED):
-            raise ValueError("the model is not patched any more; call patch_model(trainer.model, config) first")
         check_engine(self.accelerator, model)
         if self._own_optimizer is not None:  # of the run before, whose steps it has counted
             self.optimizer = self._own_optimizer = None
@@ -236,11 +235,6 @@ class Sparse24Trainer(Trainer):
         self._finish_current_push()
         return extensions.hub.push(model, str(self.hub_model_id), **asked)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Before files of another method are loaded. The callback does the same after, with all engines.
-        check_resumed(model_of(self) if model is None else model, resume_from_checkpoint, warn=False)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         if self.state.global_step > self.state.max_steps:
             return  # resuming a run that is done, the Trainer takes one more step, which no run could go on from
@@ -261,15 +255,6 @@ class Sparse24Trainer(Trainer):
         self.patch_report = patch_model(model, self.sparse24_config)
         if self.patch_report.is_pretrained:
             logger.warning(f"{type(model).__name__}: {PRETRAINED}")
-
-
-def _check_own_loss(trainer: Trainer) -> None:
-    """Raise ValueError where a Trainer does not take the model's own loss, which a teacher adds to."""
-    if trainer.args.label_smoothing_factor:
-        way = "a teacher adds to the loss of the model itself; leave it at 0, or leave out teacher="
-        raise ValueError(f"label_smoothing_factor={trainer.args.label_smoothing_factor}: {way}")
-    if trainer.compute_loss_func is not None:
-        raise ValueError("compute_loss_func and teacher= both say what the loss is; pass one of them")
 
 
 def _reject_another_optimizer(trainer: Trainer, method: str) -> None:

@@ -40,7 +40,9 @@ class ZeroOptimizer:
         if type(zero).__name__ != "DeepSpeedZeroOptimizer":
             way = "use ZeRO-1 or ZeRO-2 (without data_types.grad_accum_dtype and zenflow), or FSDP2"
             raise ValueError(f"DeepSpeed's {type(zero).__name__} is not supported: {way}")
-        check_method(method)
+        if method.overrides("make_optimizer"):
+            why = "makes its own optimizer of whole weights, and DeepSpeed ZeRO optimizes flat pieces of them"
+            raise ValueError(f"method {method.name!r} {why}; use DDP or FSDP2")
         self.zero = zero
         self.optimizer: Any = self  # methods read its param_groups
 
@@ -93,17 +95,6 @@ class ZeroOptimizer:
         self._handle.remove()
         if self.zero.step is self._step:
             del self.zero.step
-
-
-def check_method(method: SparseMethod) -> None:
-    """Raise ValueError where a method makes its own optimizer, as STEP does."""
-    if method.overrides("make_optimizer"):
-        why = "makes its own optimizer of whole weights, and DeepSpeed ZeRO optimizes flat pieces of them"
-        raise ValueError(f"method {method.name!r} {why}; use DDP or FSDP2")
-
-
-def is_deepspeed(optimizer: object) -> bool:
-    return type(optimizer).__module__.startswith("deepspeed.runtime")
 
 
 def _piece(name: str, weight: SparseWeight, flat: Tensor, learning_rate: float) -> Piece:

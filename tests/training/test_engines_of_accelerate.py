@@ -73,15 +73,3 @@ def _wrapped(rank, world):
     seen = [None] * world
     torch.distributed.all_gather_object(seen, {name: mask.tolist() for name, mask in masks.items()})
     return phases, seen[0] == seen[1]
-
-
-def test_ddp_in_place_of_fsdp_is_said(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr("hf_sparse24.training.checks.logger.warning", said.append)
-    model = zoo.build("llama")
-    patch_model(model)
-    check_engine(SimpleNamespace(state=SimpleNamespace()), model)
-    assert not said
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    check_engine(SimpleNamespace(state=SimpleNamespace()), model)
-    assert said and "it runs DDP" in said[0]

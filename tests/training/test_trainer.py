@@ -77,7 +77,7 @@ def test_a_second_run_of_a_trainer_begins_as_the_first(config, tmp_path):
 def test_a_model_that_is_no_longer_patched_is_not_trained(tmp_path):
     run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), train_dataset=dataset())
     unpatch_model(run.model)
-    with pytest.raises(ValueError, match="the model is not patched any more"):
+    with pytest.raises(ValueError, match="not patched; call patch_model"):
         run.train()
     patch_model(run.model)
     run.train()

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model, sparse_weights
-from hf_sparse24.training.checks import check_engine
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install deepspeed")
 
@@ -263,11 +262,6 @@ def test_methods_that_need_whole_weights_are_refused(method):
     model, _ = _make(method)
     with pytest.raises(ValueError, match=f"method '{method}' .*FSDP2"):
         Sparse24Controller(model, _optimizer("DeepSpeedZeroOptimizer"), total_steps=STEPS)
-    plugin = SimpleNamespace(zero_stage=2)
-    with pytest.raises(ValueError, match=f"method '{method}' .*FSDP2"):
-        check_engine(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), model)
-    plugin.zero_stage = 0
-    check_engine(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), model)
 
 
 def test_zero_3_is_refused_before_a_model_is_patched():
