@@ -13,7 +13,7 @@ from sparse24_kernels.gemm.problem import bucket, bucket_start
 
 CPU = torch.device("cpu")
 HERE = "Test GPU, 9.0, 801, torch 2.13.0"
-PROBLEM = GemmProblem(64, 4096, 128, torch.bfloat16, True)
+PROBLEM = GemmProblem(128, 4096, 256, torch.bfloat16, True)
 
 
 def reset():
@@ -51,7 +51,7 @@ def test_untuned_is_dense_and_says_what_to_do():
 
 
 def test_what_cannot_run_is_dense_with_the_reason(monkeypatch):
-    assert "multiples of 16" in verdict_of(PROBLEM._replace(k=24), CPU).reason
+    assert "multiples of 128" in verdict_of(PROBLEM._replace(k=24), CPU).reason
     assert "float32" in verdict_of(PROBLEM._replace(dtype=torch.float32), CPU).reason
     for library in (cusparselt, cpu_kernels):
         monkeypatch.setattr(library, "unsupported_device", lambda device: "no such device")
@@ -69,7 +69,7 @@ def test_round_trip():
     assert read() == {(HERE, PROBLEM): measured(20, 50.0), (HERE, other): "refused"}
     verdict = verdict_of(PROBLEM, CPU)
     assert verdict[:4] == ("cusparselt", 20, 50.0, 100.0) and verdict.measured
-    assert "2.00 times" in verdict.reason and "64 x 4096 x 128" in verdict.reason
+    assert "2.00 times" in verdict.reason and "128 x 4096 x 256" in verdict.reason
     verdict = verdict_of(other, CPU)
     assert verdict.backend == "dense" and "refused" in verdict.reason and verdict.measured
     for sparse_us, backend in ((97.0, "cusparselt"), (98.5, "dense"), (200.0, "dense")):
@@ -79,7 +79,7 @@ def test_round_trip():
 
 def test_an_entry_serves_its_own_problem_and_environment(monkeypatch):
     remember(PROBLEM, measured(1, 50.0))
-    for change in ({"m": 80}, {"k": 144}, {"n": 2048}, {"dtype": torch.float16}, {"transposed": False}, {"n": 4097}):
+    for change in ({"m": 384}, {"k": 128}, {"n": 2048}, {"dtype": torch.float16}, {"transposed": False}, {"n": 4097}):
         assert verdict_of(PROBLEM._replace(**change), CPU).reason == autotune.NOT_TUNED
     reset()
     monkeypatch.setattr(autotune, "current_environment", lambda device: "elsewhere")
@@ -106,15 +106,15 @@ def test_a_verdict_stays_until_reset():
     reset()
     assert verdict_of(PROBLEM, CPU).algorithm == 1
     table_path().unlink()  # read once
-    assert verdict_of(PROBLEM._replace(m=128), CPU).backend == "dense" and verdict_of(PROBLEM, CPU).algorithm == 1
+    assert verdict_of(PROBLEM._replace(m=256), CPU).backend == "dense" and verdict_of(PROBLEM, CPU).algorithm == 1
 
 
 def test_in_a_compiled_graph(monkeypatch):
     """No graph break, and a dynamic n is guarded by its bucket."""
-    weight = torch.nn.Parameter(torch.randn(64, 128))
+    weight = torch.nn.Parameter(torch.randn(128, 256))
 
     def double_if_sparse(x):
-        verdict = verdict_of(GemmProblem(64, x.shape[0], 128, torch.bfloat16, True), x.device)
+        verdict = verdict_of(GemmProblem(128, x.shape[0], 256, torch.bfloat16, True), x.device)
         return x @ weight.t() * (2 if verdict.backend == "cusparselt" else 1)
 
     remember(PROBLEM._replace(n=96), measured(1, 50.0))
@@ -126,7 +126,7 @@ def test_in_a_compiled_graph(monkeypatch):
 
     compiled = torch.compile(double_if_sparse, fullgraph=True, backend=backend)
     for n in (70, 80, 90, 96, 100, 128, 81):
-        x = torch.randn(n, 128)
+        x = torch.randn(n, 256)
         torch.testing.assert_close(compiled(x), double_if_sparse(x))
         assert torch.equal(compiled(x), x @ weight.t()) == (n > 96)
     assert len(graphs) == 3  # static, then one for each bucket
@@ -230,7 +230,7 @@ class Library(cslt.StandIn):
         return self
 
 
-SMALL = GemmProblem(32, 48, 64, torch.bfloat16, True)
+SMALL = GemmProblem(128, 48, 128, torch.bfloat16, True)
 
 
 @pytest.mark.parametrize(("us", "fastest"), [({7: 40.0, 0: 60.0}, 7), ({7: 80.0, 0: 60.0}, 0)])
@@ -273,12 +273,12 @@ def test_a_search_that_fails_leaves_the_default_and_no_memory_nothing(monkeypatc
     monkeypatch.setattr(autotune, "prepare", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
     assert tune([SMALL], CPU)[SMALL][::4] == (
         "dense",
-        "measured at 32 x 48 x 64: no algorithm passes the checks: no memory",
+        "measured at 128 x 48 x 128: no algorithm passes the checks: no memory",
     )
 
 
 def test_an_interruption_keeps_what_is_measured_and_a_table_of_others(monkeypatch):
-    other = PROBLEM._replace(m=128)
+    other = PROBLEM._replace(m=256)
     assert verdict_of(SMALL, CPU).reason == autotune.NOT_TUNED  # the file was read
     write({(HERE, other): measured(7, 50.0)})
     Library(0, {0: 10.0}).install(monkeypatch)

@@ -8,14 +8,10 @@ from torch import Tensor
 
 
 class StandIn:
-    """Counts its calls. `wrong_ids` are algorithms that return wrong numbers, as some of the library's do.
+    """Counts its calls. `wrong_ids` are algorithms that return wrong numbers, as some of the library's do."""
 
-    `padding` is the number of columns that the library adds to a compressed matrix.
-    `flat`: a compressed matrix has one dimension, as in torch before 2.10.
-    """
-
-    def __init__(self, wrong_ids: tuple[int, ...] = (), padding: int = 0, flat: bool = False):
-        self.wrong_ids, self.padding, self.flat = wrong_ids, padding, flat
+    def __init__(self, wrong_ids: tuple[int, ...] = ()):
+        self.wrong_ids = wrong_ids
         self.compressed, self.gemms = 0, []
 
     def positions(self, m: int, k: int) -> Tensor:
@@ -26,13 +22,11 @@ class StandIn:
         assert matrix.shape[0] % 16 == 0 and matrix.shape[1] % 16 == 0
         assert ((matrix.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all(), "not 2:4"
         assert not torch.signbit(matrix[matrix == 0]).any(), "-0.0 counts as a value"
-        self.compressed += bool(matrix.any())  # zeros only ask for a size
+        self.compressed += 1
         values, mask = pack_nm(matrix)[:2]  # in place of the indices that hardware takes
         units = torch.empty(mask.numel() // 2, dtype=torch.int16)
         units[self.positions(*matrix.shape)] = mask.view(torch.int16).flatten()
-        m = len(matrix)
-        flat = torch.cat([values.flatten(), units.view(matrix.dtype), torch.randn(m * self.padding).to(matrix.dtype)])
-        return flat if self.flat else flat.view(m, -1)
+        return torch.cat([values.flatten(), units.view(matrix.dtype)]).view(len(matrix), -1)
 
     def matmul(self, compressed, dense, bias=None, *, transpose_result=False, alg_id=0):
         k, n = dense.shape
@@ -42,11 +36,11 @@ class StandIn:
         assert bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0)
         assert compressed.dim() == 2 and compressed.is_contiguous()
         m = len(compressed)
-        assert compressed.shape[1] == k * 9 // 16 + self.padding, "the library would read something else"
+        assert compressed.shape[1] == k * 9 // 16, "the library would read something else"
         # Like the real one: what is not contiguous is taken for a transpose.
         assert dense.is_contiguous() or dense.t().is_contiguous(), "other strides give wrong numbers in silence"
         assert n % 16 == 0
-        values, units, _ = compressed.view(-1).split([m * k // 2, m * k // 16, m * self.padding])
+        values, units = compressed.view(-1).split([m * k // 2, m * k // 16])
         mask = units.view(torch.int16)[self.positions(m, k)].view(torch.uint8).view(m, k // 8)
         matrix = unpack_nm(Packed(values.view(m, k // 2), mask))
         self.gemms.append((m, n, k, alg_id, transpose_result))
@@ -76,7 +70,7 @@ def install(monkeypatch, library: StandIn) -> StandIn:
     monkeypatch.setattr(torch, "_cslt_compress", library.compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", library.matmul)
     monkeypatch.setattr(cusparselt, "unsupported_device", lambda device: None)
-    monkeypatch.setattr(cusparselt, "_columns", {})  # what was asked of another library
+    monkeypatch.setattr(cusparselt, "MULTIPLE", 16)  # so that tests are small
     verdict = autotune.Verdict("cusparselt", 3, 1.0, 2.0, "measured", measured=True)
     monkeypatch.setattr(autotune, "verdict_of", lambda problem, device: verdict)
     return library

@@ -2,10 +2,9 @@
 
 torch's operators leave some work to the caller, which is done here:
 
-* A compressed matrix was flat until torch 2.9, with the size of the formula; since torch 2.10 it has m rows and the
-  size that the library asks for, which pads small and odd matrices (pytorch PR 163125).
 * A dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides.
-* m and k must be multiples of 16, or the library refuses them; n should be, or the library is slow: n is padded here.
+* m and k are multiples of 128, of which the library stores a compressed matrix without padding; n is padded to a
+  multiple of 16.
 * Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `measure.py`.
 * Each thread has one handle of the library, of the GPU that it ran on first (pytorch PR 189048 has one for each GPU): a
   process uses one GPU.
@@ -16,11 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MULTIPLE = 16
-"""m and k must be multiples of this in fp16 and bf16; n is padded to it."""
+MULTIPLE = 128
+"""m and k must be multiples of this. The library takes those of 16, too, and pads some; none was measured to win."""
 
-UNPADDED = 128
-"""Sizes that are multiples of this are never padded (torch's own kernels for Ampere's layout require them)."""
+TOKENS_MULTIPLE = 16
+"""n is padded to a multiple of this."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -51,16 +50,9 @@ def unsupported_matrix(m: int, k: int, dtype: torch.dtype) -> str | None:
     """Why a 2:4 matrix `[m, k]` cannot be compressed, or None where it can."""
     if dtype not in DTYPES:
         return f"the sparse GEMMs run in bf16 and fp16, not {dtype}"
-    multiple = MULTIPLE if _torch_allocates_padding() else UNPADDED
-    if m % multiple or k % multiple or not m or not k:
-        return f"cuSPARSELt needs multiples of {multiple}, not {m} x {k}"
+    if m % MULTIPLE or k % MULTIPLE or not m or not k:
+        return f"cuSPARSELt needs multiples of {MULTIPLE}, not {m} x {k}"
     return None
-
-
-@torch.compiler.assume_constant_result
-def _torch_allocates_padding() -> bool:
-    """Before 2.10 torch allocated the size of the formula, and the library wrote its padding beyond that."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
 def check_compressible(name: str, m: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,56 +68,34 @@ def version() -> int | None:
     return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
 
 
-def compress_by_library(matrix: Tensor) -> Tensor:
-    """A row-major 2:4 matrix `[m, k]` as the library stores it: `[m, columns]`, which no fake could know."""
-    if matrix.is_cuda and not _first_gpu:
-        _first_gpu.append(matrix.device.index)
-    return torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
-
-
 _first_gpu: list[int] = []
-_columns: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
 
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def unpadded_columns(k: int) -> int:
-    """Columns of a compressed `[m, k]` that is not padded: k/2 values, and k/8 bytes of indices as 16-bit words."""
+def compressed_columns(k: int) -> int:
+    """Columns of a compressed `[m, k]`: k/2 values, and k/8 bytes of indices as 16-bit words."""
     return k * 9 // 16
 
 
-@torch.compiler.assume_constant_result
-def library_columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many columns the library's compressed `[m, k]` has. Compresses zeros to see, once per size, and never inside
-    CUDA graph capture."""
-    if device.type == "cuda":
-        device = torch.device("cuda", _index(device))
-        if not _first_gpu:  # every plan comes by here
-            _first_gpu.append(device.index)
-    if device.type == "meta" or (m % UNPADDED == 0 and k % UNPADDED == 0):
-        return unpadded_columns(k)
-    size = (m, k, dtype, device)
-    if size not in _columns:
-        _columns[size] = compress_by_library(torch.zeros(m, k, dtype=dtype, device=device)).shape[1]
-    return _columns[size]
-
-
 @torch.library.custom_op("sparse24::cslt_compress", mutates_args=())
-def compress(matrix: Tensor, columns: int) -> Tensor:
-    """A row-major matrix `[m, k]` that is 2:4 along k, in the library's own layout `[m, columns]`.
+def compress(matrix: Tensor) -> Tensor:
+    """A 2:4 matrix `[m, k]` in the library's own layout `[m, compressed_columns(k)]`.
 
     Rows are not rows of the matrix. The layout belongs to this device and library version: never save it.
     """
-    compressed = compress_by_library(matrix)
+    if matrix.is_cuda and not _first_gpu:
+        _first_gpu.append(matrix.device.index)
+    compressed = torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
     (m, k), found = matrix.shape, compressed.shape[1]
-    if found != columns:
-        raise RuntimeError(f"cuSPARSELt stores {m} x {k} of {matrix.dtype} in {found} columns, not {columns}")
+    if found != compressed_columns(k):
+        raise RuntimeError(f"cuSPARSELt stores {m} x {k} of {matrix.dtype} in {found} columns, which is unknown")
     return compressed
 
 
-compress.register_fake(lambda matrix, columns: matrix.new_empty(len(matrix), columns))
+compress.register_fake(lambda matrix: matrix.new_empty(len(matrix), compressed_columns(matrix.shape[1])))
 
 
 @torch.library.custom_op("sparse24::cslt_mm", mutates_args=())
@@ -136,7 +106,7 @@ def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: b
     is `[m]`.
     """
     (m, columns), (k, n) = compressed.shape, dense.shape
-    if columns != unpadded_columns(k) and columns != library_columns(m, k, compressed.dtype, compressed.device):
+    if columns != compressed_columns(k):
         raise ValueError(f"cslt_mm: compressed {m} x {columns} is no matrix of {m} x {k}")
     if not compressed.dtype == dense.dtype == (dense.dtype if bias is None else bias.dtype):
         # The library would reinterpret the bits of one dtype as the other.
@@ -146,7 +116,7 @@ def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: b
     # As the algorithm was checked, whatever the strides: activations as the transpose of `[n, k]`.
     dense = _aligned(dense.t().contiguous().t() if transposed else dense.contiguous())
     bias = None if bias is None else _aligned(bias.contiguous())
-    missing = -n % MULTIPLE
+    missing = -n % TOKENS_MULTIPLE
     if missing:
         pad = torch.nn.functional.pad
         dense = pad(dense.t(), (0, 0, 0, missing)).t() if transposed else pad(dense, (0, missing))

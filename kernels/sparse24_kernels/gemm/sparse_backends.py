@@ -1,6 +1,5 @@
 """The backends of what autotuning found to be faster: cuSPARSELt on sparse tensor cores, our kernels on CPUs."""
 
-import operator
 from functools import cache
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..dispatch import choose_kernels
-from ..formats import SM90_MULTIPLE, Packed
+from ..formats import Packed
 from ..operators import Pruning
 from ..prune import prune_forms
 from . import autotune, cpu_kernels, cusparselt
@@ -66,16 +65,15 @@ class CusparseltBackend(GemmBackend):
             algorithm, wrong = 0, autotune.wrong_default(device, problem.dtype, problem.transposed)
         if algorithm is None or wrong:
             return f"requested; {wrong or verdict.reason}"
-        # This asks the library now, not during CUDA graph capture.
-        return GemmPlan(self, verdict.reason, algorithm, _form(problem.m, problem.k, problem.dtype, device))
+        form = "sm90" if kernels_compress(device, problem.dtype) else "dense"
+        return GemmPlan(self, verdict.reason, algorithm, form)
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         matrix = super().encode(matrix).values
-        m, k = matrix.shape
-        cusparselt.check_compressible("compress", m, k, matrix.dtype, matrix.device)
-        if _form(m, k, matrix.dtype, matrix.device) == "sm90":  # the two largest of a group are what is there
+        cusparselt.check_compressible("compress", len(matrix), matrix.shape[1], matrix.dtype, matrix.device)
+        if kernels_compress(matrix.device, matrix.dtype):  # the two largest of a group are what is there
             return Operand(prune_forms(matrix, ["sm90"])[0])
-        return Operand(cusparselt.compress(matrix, _columns(m, k, matrix.dtype, matrix.device)))
+        return Operand(cusparselt.compress(matrix))
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
         rows, compressed = x.reshape(-1, x.shape[-1]), weight.values
@@ -106,22 +104,10 @@ def _kernels_compress(device: torch.device, dtype: torch.dtype) -> bool:
 
 def stores_as_known(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether cuSPARSELt compresses a small matrix to its sm90 form (`formats.FORMS`)."""
-    numbers = torch.arange(192 * 320, device=device).sin().view(192, 320)
+    numbers = torch.arange(128 * 384, device=device).sin().view(128, 384)
     (matrix,) = reference.prune.prune(numbers, Pruning("magnitude", dim=1, dtype=dtype))
-    ours, theirs = reference.packed.for_sm90(matrix), cusparselt.compress_by_library(matrix)
-    return ours.shape == theirs.shape and torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
-
-
-def _form(m: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-    """`"sm90"` where our kernels write what the library compresses, else `"dense"`."""
-    columns, compresses = _columns(m, k, dtype, device), kernels_compress(device, dtype)
-    fits = m % SM90_MULTIPLE == 0 and k % SM90_MULTIPLE == 0 and columns == cusparselt.unpadded_columns(k)
-    return "sm90" if fits and compresses else "dense"
-
-
-def _columns(m: int, k: int, dtype: torch.dtype, device: torch.device) -> int:
-    # `index` specialises symbolic sizes: a compressed matrix has one size.
-    return cusparselt.library_columns(operator.index(m), operator.index(k), dtype, device)
+    ours, theirs = reference.packed.for_sm90(matrix), cusparselt.compress(matrix)
+    return torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
 CPU = CpuBackend()
