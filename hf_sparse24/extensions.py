@@ -5,7 +5,6 @@ register their answers when `hf_sparse24` is imported. Until then adapters do no
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,12 @@ def adapters_in(model: nn.Module) -> list[Any]:
 class Adapters:
     """Answers where no adapters exist; `peft.PeftAdapters` has those for PEFT's."""
 
-    def bypasses_layer(self, adapter: nn.Module) -> bool:
-        """Whether an adapter reads the weight of its `base_layer`, or never calls that layer."""
-        return False
-
-    def attach(self, model: nn.Module) -> None:
-        """Let the adapters around sparse layers act through their masks, and merge into weights that stay N:M."""
-
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError where an adapter computes with the dense weight of a sparse layer."""
+        """Let the adapters around sparse layers act through their masks. ValueError: one computes with the dense weight
+        of a sparse layer."""
 
     def check_unmerged(self, model: nn.Module) -> None:
         """Raise ValueError where an adapter is merged."""
-
-    def forget_base(self, model: nn.Module) -> None:
-        """Let the files of a model's adapters no longer say that its weights are sparse."""
-
-    def merged(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
-        """A context in which the active adapters are merged, and which gets the base model."""
-        return nullcontext(model)
 
 
 class Hub:

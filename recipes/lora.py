@@ -1,4 +1,4 @@
-"""Adapt a 2:4 sparse model to a text with LoRA or DoRA, merge the adapter, check that the result is 2:4, and export it.
+"""Adapt a 2:4 sparse model to a text with LoRA, merge the adapter, check that the result is 2:4, and export it.
 
     python recipes/lora.py recipes/finetune/lora.yaml --dataset my_texts/
     python recipes/lora.py recipes/finetune/lora.yaml recipes/finetune/lora-toy.yaml      # a minute, on local data
@@ -39,7 +39,6 @@ class LoraArguments:
     lora_modules: list[str] = field(
         default_factory=lambda: ["all-linear"], metadata={"help": "all-linear, or the ends of layers' names."}
     )
-    use_dora: bool = field(default=False, metadata={"help": "DoRA: learn the size of each row as well."})
     export_format: str = field(default="dense", metadata={"help": "Of the merged model: dense or packed."})
 
     def __post_init__(self):
@@ -62,7 +61,6 @@ class LoraArguments:
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
             target_modules="all-linear" if modules == ["all-linear"] else modules,
-            use_dora=self.use_dora,
         )
 
 

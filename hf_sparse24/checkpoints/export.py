@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..config import SavedConfig
-from ..extensions import adapters_in, extensions
+from ..extensions import adapters_in
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, check_values
@@ -67,9 +66,9 @@ def export_model(
     To go on training 2:4, keep a `save_pretrained` checkpoint, which has the dense master weights.
 
     Args:
-        model: a patched model; DDP, DataParallel and torch.compile are looked through, and PEFT's active adapters are
-            merged for the export. All processes that share its weights by FSDP2 or tensor parallelism call this
-            together, and the first one writes. Otherwise export in one process of many.
+        model: a patched model, without adapters; DDP, DataParallel and torch.compile are looked through. All processes
+            that share its weights by FSDP2 or tensor parallelism call this together, and the first one writes.
+            Otherwise export in one process of many.
         directory: made if absent. An export in it is replaced as a whole: at every instant, also where the process is
             killed, the directory has the old model or the new one. Other files, such as a tokenizer's, stay.
         format: `"dense"`, ordinary weights with zeros in them, which any engine reads; `"packed"`, sparse weights
@@ -94,14 +93,7 @@ def export_model(
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: must be one of {list(FORMATS)}")
     check_values(values, format)
-    model = unwrapped(model)
-    if _is_sharded(model) and adapters_in(model):
-        raise ValueError("the model is sharded, and has adapters: export them on their base in one process")
-    with extensions.adapters.merged(model) as plain:
-        _export(cast(PreTrainedModel, plain), Path(directory), format, max_shard_size, values)
-
-
-def _export(model: PreTrainedModel, directory: Path, format: str, max_shard_size: int | str, values: str) -> None:
+    model, directory = unwrapped(model), Path(directory)
     weights = sparse_weights(model, TRAINED, every_name=True)
     wrong = wrong_states(sparse_weights(model))
     if wrong:
@@ -240,8 +232,11 @@ def make_fingerprint(settings: Mapping[str, object], files: Files, weights: Iter
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The patched model of Transformers inside DDP, DataParallel, torch.compile or PEFT; ValueError: there is none."""
+    """The patched model of Transformers inside DDP, DataParallel or torch.compile; ValueError: there is none."""
     model = unwrap(model)
+    if adapters_in(model) or hasattr(model, "get_base_model"):
+        way = "export what PEFT's merge_and_unload() returns, of a copy if training goes on"
+        raise ValueError(f"the model has adapters: {way}; model.save_pretrained(directory) saves the adapters alone")
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "OptimizedModule" in kinds:
         raise ValueError("parts of the model are compiled; export the model that they were compiled from")

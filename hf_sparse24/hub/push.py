@@ -7,7 +7,7 @@ files, and the Hub keeps what has reached it, so a push that broke off is resume
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.export import WEIGHT_FILES, export_model, unwrapped
 from ..checkpoints.lazy_tensors import NOT_FINITE
-from ..extensions import Hub, adapters_in, extensions
+from ..extensions import Hub, extensions
 from ..patching.refusals import reject_non_finite
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
@@ -81,23 +81,19 @@ def push_to_hub(
             way = "call export_model(model, directory) in all of them, then push the directory with `hf upload`"
             raise ValueError(f"{name} is sharded, and one process pushes: {way}")
     reject_non_finite(model.named_parameters(), NOT_FINITE)
-    if (checkpoint or format == "training") and adapters_in(model):
-        raise ValueError("a training checkpoint has no PEFT adapters, the model has: PEFT's push_to_hub pushes them")
     if rank() != 0:
         return None
     repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     card = {"model_id": repo_id, "existing": _card_on_hub(repo_id, token, revision), "tags": tags} | card
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with extensions.adapters.merged(model) as plain:
-            plain = cast(PreTrainedModel, plain)
-            if format == "training":
-                plain.save_pretrained(folder, max_shard_size=max_shard_size)
-            else:
-                export_model(plain, folder, format, max_shard_size, values)
-            if checkpoint:
-                plain.save_pretrained(folder / CHECKPOINT, max_shard_size=max_shard_size)
-            write_model_card(plain, folder, format=format, values=values, checkpoint=checkpoint, **card)
+        if format == "training":
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+        else:
+            export_model(model, folder, format, max_shard_size, values)
+        if checkpoint:
+            model.save_pretrained(folder / CHECKPOINT, max_shard_size=max_shard_size)
+        write_model_card(model, folder, format=format, values=values, checkpoint=checkpoint, **card)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         message = commit_message or ("Upload training checkpoint" if format == "training" else "Upload model")

@@ -33,12 +33,10 @@ def packed_config(saved: SavedConfig, packed: PackedFormat | None) -> SavedConfi
     return SavedConfig(config, replace(saved.facts, packed=packed, finished=False))
 
 
-def check_masters(weights: Mapping[str, SparseWeight], run: SparseRun, has_adapters: bool) -> None:
+def check_masters(weights: Mapping[str, SparseWeight], run: SparseRun) -> None:
     """Raise ValueError where these weights of a patched model cannot become packed masters."""
     if run.config.backend != "auto":
         raise ValueError(f"backend={run.config.backend!r}: master='packed' has dense math only; leave it 'auto'")
-    if has_adapters:
-        raise ValueError("master='packed': the model has adapters already; patch it first, then add them")
     first = first_of_each(weights)
     for name, weight in weights.items():
         reasons = {

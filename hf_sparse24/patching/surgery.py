@@ -42,7 +42,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         that `config` gives are its settings from now on, and no weight changes.
 
     Raises:
-        ValueError: the model cannot be patched as it is (compiled, wrapped, quantized, merged adapters, NaN or inf,
+        ValueError: the model cannot be patched as it is (compiled, wrapped, quantized, with adapters, NaN or inf,
             DeepSpeed ZeRO-3), is patched in another way, or has no layer that the config names.
 
     Examples:
@@ -64,17 +64,13 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
         return _patch_again(model, run, config)
     reject_wrapped(model)
     reject_quantized(model)
-    has_adapters = bool(adapters_in(model))
-    if has_adapters:
-        extensions.adapters.check_unmerged(model)
+    if adapters_in(model):
+        raise ValueError("the model has adapters: patch it first, then add them, so that they act through its masks")
     run = SparseRun(config or named_config(model) or Sparse24Config())
     candidates = find_candidates(model, run)
     is_pretrained = _loses_weights(candidates, run)
-    weights = _make_sparse(model, run, candidates, has_adapters)
+    weights = _make_sparse(model, run, candidates)
     adopt(model, weights)
-    if any(str(candidate.skipped).startswith("its adapter") for candidate in candidates):
-        for owner in run.owners:  # without the adapters, target_modules would reach these layers too
-            name_layers(owner, run)
     report = make_report(model, run, candidates, is_pretrained)
     if wants_packed_master(run.config):
         pack_masters(weights, run)
@@ -116,9 +112,7 @@ def _loses_weights(candidates: list[Candidate], run: SparseRun) -> bool:
     return bool(weight.count_nonzero() > weight.numel() * pattern.n / pattern.m)
 
 
-def _make_sparse(
-    model: nn.Module, run: SparseRun, candidates: list[Candidate], has_adapters: bool
-) -> dict[str, SparseWeight]:
+def _make_sparse(model: nn.Module, run: SparseRun, candidates: list[Candidate]) -> dict[str, SparseWeight]:
     """Make what is not skipped sparse, and return it: all of it, or nothing."""
     targets = [candidate for candidate in candidates if candidate.skipped is None]
     if not targets:
@@ -128,9 +122,7 @@ def _make_sparse(
         way = "A list of whole names, as model.named_modules() has them, reaches every layer that can be pruned"
         raise ValueError(f"nothing to patch: {left}. {way}")
     reject_non_finite([(target.name, target.weight) for target in targets])
-    names = {
-        target.weight: target.plain_name for target in reversed(targets)
-    }  # those that share a weight share its masks
+    names = {target.weight: target.name for target in reversed(targets)}  # those that share a weight share its masks
     try:
         for target in targets:
             check_whole(target.name, target.weight)
@@ -140,10 +132,8 @@ def _make_sparse(
         weights = sparse_weights(model)
         _reject_doubled_parameters(weights)
         if wants_packed_master(run.config):
-            check_masters(weights, run, has_adapters)
+            check_masters(weights, run)
         write_config(model, run)
-        if has_adapters:
-            extensions.adapters.attach(model)
     except BaseException:  # no memory for the state, an error in a method of the user's, Ctrl-C
         for weight in sparse_weights(model).values():
             make_dense(weight)
@@ -168,7 +158,8 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: the model is not patched, or compiled, wrapped or sharded; with `sparse=False`, adapters are merged.
+        ValueError: the model is not patched, or compiled, wrapped or sharded, or an adapter is merged; it has adapters,
+            and `sparse` is False.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -179,8 +170,10 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     """
     check_module(model)
     weights = sparse_weights(model, TRAINED)
-    if not sparse:
-        extensions.adapters.check_unmerged(model)
+    extensions.adapters.check_unmerged(model)
+    if not sparse and adapters_in(model):
+        way = "call model.unload() of PEFT first, or keep the sparse weights (sparse=True)"
+        raise ValueError(f"sparse=False: the model has adapters, which act on its sparse weights; {way}")
     for name, weight in weights.items():
         if is_sharded(weight.master):
             way = "call export_model(model, directory) in all processes, which writes the plain model"
@@ -200,8 +193,6 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
             make_dense(weight, result)
 
     release(model, weights, write)
-    if not sparse:
-        extensions.adapters.forget_base(model)
     return model
 
 

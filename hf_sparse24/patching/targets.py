@@ -81,11 +81,6 @@ class Candidate(NamedTuple):
         return cast(Tensor, self.module._parameters[self.parameter])
 
     @property
-    def plain_name(self) -> str:
-        """The layer's name in the model without adapters."""
-        return name_without_adapters(self.name)
-
-    @property
     def is_stack(self) -> bool:
         return self.weight.dim() == 3
 

@@ -1,7 +1,6 @@
 """Why a weight that was selected cannot become sparse."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import cast
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
-from ..extensions import extensions, is_adapter
 from ..layers.sparse_module import SparseModule
 from ..methods import SparseMethod
 from ..weights.input_dim import find_input_dim
@@ -54,15 +52,11 @@ PLAIN = ("FalconLinear",)
 def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:
     """Return why `method` cannot prune the weight at a `Place` with this path and parameter, None if it can."""
     (name, module), parent = path[-1], path[-2 if len(path) > 1 else -1][1]  # a model may be one layer
-    if any(part != "base_layer" and is_adapter(around) for (_, around), (part, _) in pairwise(path)):
-        return "an adapter"
     if isinstance(module, SparseModule) and parameter in module.sparse24:
         return None
     weight = cast(Tensor, module._parameters[parameter])
     is_stack = weight.dim() == 3
     class_name, parent_name = type(module).__name__, type(parent).__name__
-    if is_adapter(parent) and (is_stack or extensions.adapters.bypasses_layer(parent)):
-        return f"its adapter ({parent_name}) computes with its weight without calling it"
     is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or class_name in PLAIN
     if not is_stack and not is_plain:
         return f"its class {class_name} is not a plain linear layer"

@@ -3,7 +3,7 @@
     tuners.py      how PEFT finds sparse layers by itself, and the check that an adapter fits its base
     attaching.py   the mask and the merge of an adapter that PEFT puts around a layer
     masked.py      LoRA's change of a weight, through the mask; without PEFT
-    variants.py    the same as PEFT's `LoraVariant`s
+    variants.py    the same as PEFT's `LoraVariant`
     merging.py     merging and unmerging, so that the weight stays N:M
     bypass.py      which adapters would compute with the dense weight
 
@@ -14,23 +14,18 @@ from torch import nn
 
 from ..extensions import Adapters, extensions
 from .attaching import attach_adapters
-from .bypass import bypasses_layer, check_adapters
-from .merging import check_unmerged, without_adapters
-from .tuners import forget_base, record_late
+from .bypass import check_adapters
+from .merging import check_unmerged
 
 
 class PeftAdapters(Adapters):
     """The answers for PEFT's adapters."""
 
-    bypasses_layer = staticmethod(bypasses_layer)
-    check = staticmethod(check_adapters)
-    forget_base = staticmethod(forget_base)
     check_unmerged = staticmethod(check_unmerged)
-    merged = staticmethod(without_adapters)
 
-    def attach(self, model: nn.Module) -> None:
-        attach_adapters(model)
-        record_late(model)
+    def check(self, model: nn.Module) -> None:
+        attach_adapters(model)  # those that PEFT has not found by its registry
+        check_adapters(model)
 
 
 extensions.adapters = PeftAdapters()

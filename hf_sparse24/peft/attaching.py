@@ -47,7 +47,7 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         has_changed = not torch.equal(layer.weight, exposed)
         if has_changed and not is_masked:
             kind = f"{type(adapter).__module__}.{type(adapter).__name__}"
-            way = "call unpatch_model(model) before you add it, or use PiSSA, OLoRA or CorDA with plain LoRA or DoRA"
+            way = "call unpatch_model(model) before you add it, or use PiSSA, OLoRA or CorDA with plain LoRA"
             raise ValueError(f"{child}: adding {kind} leaves a weight that is not {before.pattern}; {way}")
     except BaseException:
         before.restore()
@@ -57,10 +57,6 @@ def attaching(parent: nn.Module, child: str, adapter_name: str) -> Iterator[None
         before.accept()
     else:
         before.restore()
-    if is_masked:
-        from .variants import init_magnitude
-
-        init_magnitude(adapter, adapter_name)
 
 
 def _attach(adapter: Any, name: str) -> bool:

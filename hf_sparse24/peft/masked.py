@@ -74,14 +74,6 @@ def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Mod
     return _MaskedLinearFunction.apply(x, a, b, scaling, layer)
 
 
-def row_norms(a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
-    """Return the L2 norms `[out]` of the rows of Ws + D, by which DoRA divides: fp32 or fp64, without gradients."""
-    weight = weight_of(layer)
-    with torch.no_grad(), _exactly(a):
-        norms = [(weight[rows] + masked_delta(weight, a, b, scaling, rows)).norm(dim=1) for rows in _blocks(weight)]
-    return torch.cat(norms)
-
-
 class _MaskedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, a, b, scaling, layer):

@@ -7,8 +7,7 @@ it was before the merge, bit for bit.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -16,8 +15,7 @@ import torch
 from sparse24_kernels import Packed
 from torch import Tensor, nn
 
-from ..extensions import adapters_in, is_adapter
-from ..layers.linear import Sparse24Layer
+from ..extensions import is_adapter
 from ..layers.packed import PackedLayer, pack_weight, unpack_weight
 from ..methods import ONESHOT_METHOD
 from ..progress import get_logger
@@ -88,16 +86,13 @@ class Unmerged:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the layer on its current device; an unpatched one gets the weight that it computed with."""
+        """Restore the layer on its current device."""
         if self.packed is not None:
             self._pack(self.packed)
-        tensors = self.tensors
-        if self.sparse is not None and not isinstance(self.layer, Sparse24Layer):
-            tensors = tensors | {"weight": out_in(self.layer, self.weight())}
-        for name, tensor in tensors.items():
+        for name, tensor in self.tensors.items():
             parameter = self.layer._parameters[name]
             parameter.data = tensor.to(parameter.device, parameter.dtype)
-        if self.sparse is not None and isinstance(self.layer, Sparse24Layer):
+        if self.sparse is not None:
             device = self.layer.weight.device
             self.sparse.set_state({name: tensor.to(device) for name, tensor in self.state.items()})
             self.sparse.clear_encodings()
@@ -124,7 +119,7 @@ def merge(adapter: Any, *args: Any, **kwargs: Any) -> None:
         type(adapter).merge(adapter, *args, **kwargs)
         if not before.accept():
             what = f"merging {type(adapter).__module__}.{type(adapter).__name__} would change what the model computes"
-            way = "to stay sparse, use LoRA or DoRA. To merge into dense weights, call unpatch_model(model) first"
+            way = "to stay sparse, use LoRA. To merge into dense weights, call unpatch_model(model) first"
             raise ValueError(f"{what}: the sum is not {before.pattern}, or not finite; {way}")
         is_done = adapter.merged_adapters != merged_before
     finally:
@@ -144,12 +139,17 @@ def unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
 
 def check_mergeable(model: nn.Module) -> None:
     """Raise ValueError where the active adapters cannot be merged into sparse layers, before PEFT merges any layer."""
-    for adapter in adapters_in(model):
-        if "merge" in vars(adapter) and not adapter.merged:
-            with warnings.catch_warnings(action="ignore"):
-                adapter.merge()
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, adapter in model.named_modules():
+        if not is_adapter(adapter) or "merge" not in vars(adapter) or adapter.merged:
+            continue
+        if uses[id(adapter.get_base_layer()._parameters.get("weight"))] > 1:
+            way = "leave both layers out of target_modules, or keep the adapter"
+            raise ValueError(f"{name} shares its weight with another layer, which a merge would change too: {way}")
+        with warnings.catch_warnings(action="ignore"):  # PEFT's of what it cannot undo exactly; `unmerge` restores it
+            adapter.merge()
             if adapter.merged:
-                _unmerge_quietly(adapter)
+                adapter.unmerge()
 
 
 def warn_of_filled_zeros(model: nn.Module) -> None:
@@ -174,79 +174,3 @@ def check_unmerged(model: nn.Module) -> None:
     merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
     if merged is not None:
         raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
-
-
-_NOT_MERGED = {"LN_TUNING", "OSF", "TRAINABLE_TOKENS"}
-"""Kinds of adapters that train copies or parts of weights, which `without_adapters` cannot restore bit for bit."""
-
-
-@contextmanager
-def without_adapters(model: Any) -> Iterator[nn.Module]:
-    """Merge a model's active adapters within the block, which gets the base model; then restore all, bit for bit."""
-    for config in getattr(model, "peft_config", {}).values():
-        is_prompt = config.is_prompt_learning or config.is_adaption_prompt
-        if is_prompt or config.peft_type in _NOT_MERGED or getattr(config, "trainable_token_indices", None):
-            what = f"the adapter ({type(config).__name__}) has prompts, tokens or copies, which are not merged here"
-            way = "call model.merge_and_unload() first where PEFT has it, or share the adapter's own files"
-            raise ValueError(f"{what}: {way}")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    with ExitStack() as undo:
-        owners: dict[int, list[str]] = {}
-        for name, parameter in base.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(name.rpartition(".")[0].removesuffix(".base_layer"))
-        for parent, child, wrapper in _outermost_wrappers(base):
-            undo.callback(parent._modules.__setitem__, child, wrapper)
-            parent._modules[child] = _unwrapped(wrapper, owners, undo)
-        if getattr(base, "_hf_peft_config_loaded", False):  # by Transformers' add_adapter: it would save adapters alone
-            base._hf_peft_config_loaded = False
-            undo.callback(setattr, base, "_hf_peft_config_loaded", True)
-        yield base
-
-
-def _outermost_wrappers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return PEFT's outermost modules around the model's own, each as (parent, name in the parent, module)."""
-    wrappers: list[tuple[nn.Module, str, Any]] = []
-    inside: set[int] = set()
-    for parent in model.modules():  # from the outside in
-        for name, module in parent._modules.items():
-            if module is None or id(parent) in inside:
-                continue
-            if is_adapter(module) or hasattr(module, "unload_and_optionally_merge_module"):
-                wrappers.append((parent, name, module))
-                inside |= {id(child) for child in module.modules()}
-    return wrappers
-
-
-def _unwrapped(wrapper: Any, owners: dict[int, list[str]], undo: ExitStack) -> nn.Module:
-    """Return the module that a wrapper stands for, with its adapters merged until `undo`."""
-    unwrapped = None
-    if not is_adapter(wrapper):  # of modules_to_save: a copy of a module, which trains
-        if wrapper.disable_adapters:
-            return wrapper.original_module
-        unwrapped = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
-    for adapter in adapters_in(wrapper):
-        if not adapter.merged and not adapter.disable_adapters:
-            layer = adapter.get_base_layer()
-            if "merge" not in vars(adapter):  # PEFT subtracts what it has added, which rounds
-                undo.callback(Unmerged(layer).expose().restore)
-            adapter.merge()
-            if adapter.merged:
-                undo.callback(_unmerge_quietly, adapter)
-                _check_unshared(layer, owners)
-    return wrapper.get_base_layer() if unwrapped is None else unwrapped
-
-
-def _unmerge_quietly(adapter: Any) -> None:
-    """Unmerge without PEFT's warnings of what it cannot undo exactly, which `unmerge` restores."""
-    with warnings.catch_warnings(action="ignore"):
-        adapter.unmerge()
-
-
-def _check_unshared(layer: nn.Module, owners: dict[int, list[str]]) -> None:
-    for parameter in layer._parameters.values():
-        names = owners.get(id(parameter), [])
-        if parameter is not None and len(names) > 1:
-            raise ValueError(
-                f"{' and '.join(names)} share one weight, and merging an adapter into one would change the other: "
-                f"leave them out of target_modules, or share the adapter's own files (model.save_pretrained)"
-            )

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from ..config import SavedConfig
-from ..extensions import adapters_in
 from ..patching.ownership import adopt
 from ..progress import get_logger
 from ..run import sparse_run
@@ -40,28 +39,10 @@ def record_base(model: nn.Module, config: Any) -> None:
         config.save_pretrained = functools.partial(_save_pretrained, config, base)
 
 
-def forget_base(model: nn.Module) -> None:
-    """Let the adapters of a model that is dense again save no base."""
-    for config in getattr(model, "peft_config", {}).values():
-        vars(config).pop("save_pretrained", None)
-
-
-def record_late(model: nn.Module) -> None:
-    """Let adapters that are older than the model's sparsity save the same."""
-    for name, config in getattr(model, "peft_config", {}).items():
-        if "save_pretrained" not in vars(config) and adapters_in(model):
-            if str(getattr(config, "init_lora_weights", "")).startswith(("pissa", "olora", "corda")):
-                what = f"init_lora_weights={config.init_lora_weights!r} took adapter {name!r} out of the dense weights"
-                raise ValueError(f"{what}: call patch_model first, then get_peft_model")
-            record_base(model, config)
-
-
 def check_base(model: nn.Module, config: Any) -> None:
     """Raise ValueError where a loaded adapter is for a base that is sparse by another method or pattern than `model`.
     Warn where it was trained on a base that was not sparse, and `model` is."""
     recorded, found = (config.auto_mapping or {}).get(KEY), _sparse_by(model)
-    if recorded is not None and recorded.keys() != {"method", "pattern"}:
-        raise ValueError("the adapter is of a commit before this release, whose record is another: train it again")
     if recorded not in (None, found):
         fields = ", ".join(f"{name}={value!r}" for name, value in recorded.items())
         way = f"load that base (base_model_name_or_path={config.base_model_name_or_path!r}), or call "
@@ -98,8 +79,7 @@ class SparseAware:
         check_base(model, config)
         record_base(model, config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
-        if not config.inference_mode:
-            check_adapters(model)
+        check_adapters(model)
         adopt(model)  # copies that `modules_to_save` trains
 
     def _prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""LoRA and DoRA around sparse layers, as PEFT's own `LoraVariant`s. Imports PEFT.
+"""LoRA around sparse layers, as PEFT's own `LoraVariant`. Imports PEFT.
 
 PEFT's layers are `Any` here: no type describes their attributes, dicts of modules by the adapter's name.
 """
@@ -9,10 +9,9 @@ import torch
 from peft.tuners.lora import variants
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraVariant
-from peft.tuners.lora.variants import DoraLinearVariant
-from torch import Tensor, nn
+from torch import Tensor
 
-from .masked import has_mask, masked_delta, masked_linear, out_in, row_norms, unmerged_weight
+from .masked import has_mask, masked_delta, masked_linear, out_in, unmerged_weight
 
 
 class MaskedLora(LoraVariant):
@@ -29,13 +28,20 @@ class MaskedLora(LoraVariant):
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        layer, bias = module.get_base_layer(), module.lora_B[active_adapter].bias
         x = module.lora_dropout[active_adapter](x)
-        return result + _output(module, active_adapter, x, result.dtype)
+        a, b, scaling = _factors(module, active_adapter)
+        if not has_mask(layer):
+            output = module.lora_B[active_adapter](module.lora_A[active_adapter](x)) * scaling
+            return result + output.to(result.dtype)
+        output = masked_linear(x.to(result.dtype), a, b, scaling, layer)
+        return result + (output if bias is None else output + (bias * scaling).to(result.dtype))
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        layer = module.get_base_layer()
-        merged = out_in(layer, orig_weight.data) + _delta(module, active_adapter, unmerged_weight(module))
+        layer, unmerged = module.get_base_layer(), unmerged_weight(module)
+        mask = unmerged if has_mask(layer) else torch.ones_like(unmerged)
+        merged = out_in(layer, orig_weight.data) + masked_delta(mask, *_factors(module, active_adapter))
         return out_in(layer, merged.to(orig_weight.dtype)).contiguous()
 
     @classmethod
@@ -47,43 +53,9 @@ class MaskedLora(LoraVariant):
         return orig_weight.data  # `merging` restores the weight
 
 
-class MaskedDora(MaskedLora, DoraLinearVariant):
-    """DoRA through the mask: rows of Ws + M * s B A, each scaled to the length that its magnitude says.
-
-    As in PEFT, and in DoRA's section 4.3 (arXiv 2402.09353), the length of a row is a constant to autograd, and an
-    adapter scales what the adapters before it have made.
-    """
-
-    @staticmethod
-    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        layer, dropout = module.get_base_layer(), module.lora_dropout[active_adapter]
-        base = result
-        if module.training and not isinstance(dropout, nn.Identity):
-            x = dropout(x)
-            base = layer(x.to(result.dtype))
-        if layer.bias is not None:
-            base = base - layer.bias
-        norms = row_norms(*_factors(module, active_adapter), layer)
-        scale = module.lora_magnitude_vector[active_adapter].weight / norms
-        delta = _output(module, active_adapter, x, result.dtype)
-        return result + ((scale - 1) * base + scale * delta).to(result.dtype)
-
-    @staticmethod
-    def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        layer, unmerged = module.get_base_layer(), unmerged_weight(module)
-        delta = _delta(module, active_adapter, unmerged)
-        norms = (unmerged + delta).norm(dim=1, keepdim=True)
-        scale = module.lora_magnitude_vector[active_adapter].weight[:, None] / norms
-        merged = scale * (out_in(layer, orig_weight.data) + delta)
-        return out_in(layer, merged.to(orig_weight.dtype)).contiguous()
-
-
-MASKED: dict[type | None, type[LoraVariant]] = {
-    None: MaskedLora,
-    DoraLinearVariant: MaskedDora,
-    getattr(variants, "MiCALinearVariant", None): MaskedLora,  # LoRA with B frozen; older PEFT has none
-}
-"""By PEFT's variant. Its others compute more than a change of the weight, or a dense one."""
+MASKED = {None, getattr(variants, "MiCALinearVariant", None)}
+"""PEFT's variants that act through the mask: plain LoRA, and LoRA with B frozen, which older PEFT lacks. Others compute
+more than a change of the weight, or a dense one, as DoRA does."""
 
 
 def mask_adapter(adapter: Any, name: str) -> bool:
@@ -91,36 +63,10 @@ def mask_adapter(adapter: Any, name: str) -> bool:
     if not isinstance(adapter, LoraLinear) or name not in adapter.lora_A:
         return False
     current = adapter.lora_variant.get(name)
-    variant = MASKED.get(None if current is None else type(current))
-    if variant is not None:
-        adapter.lora_variant[name] = variant()
+    if (None if current is None else type(current)) in MASKED:
+        adapter.lora_variant[name] = MaskedLora()
     return isinstance(adapter.lora_variant.get(name), MaskedLora)
-
-
-@torch.no_grad()
-def init_magnitude(adapter: Any, name: str) -> None:
-    """Set a new DoRA adapter's magnitude to the lengths of its masked rows; PEFT has measured them without the mask."""
-    if name in adapter.lora_magnitude_vector:
-        factors, layer = _factors(adapter, name), adapter.get_base_layer()
-        if not factors[0].is_meta:
-            adapter.lora_magnitude_vector[name].weight.copy_(row_norms(*factors, layer))
 
 
 def _factors(module: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
     return module.lora_A[adapter].weight, module.lora_B[adapter].weight, module.scaling[adapter]
-
-
-def _output(module: Any, adapter: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what an adapter adds to the base layer's output, in `dtype`."""
-    layer, bias = module.get_base_layer(), module.lora_B[adapter].bias
-    a, b, scaling = _factors(module, adapter)
-    if not has_mask(layer):
-        return (module.lora_B[adapter](module.lora_A[adapter](x)) * scaling).to(dtype)
-    output = masked_linear(x.to(dtype), a, b, scaling, layer)
-    return output if bias is None else output + (bias * scaling).to(dtype)
-
-
-def _delta(module: Any, adapter: str, unmerged: Tensor) -> Tensor:
-    """Return what an adapter adds to the weight `[out, in]`, in fp32 or fp64."""
-    mask = unmerged if has_mask(module.get_base_layer()) else torch.ones_like(unmerged)
-    return masked_delta(mask, *_factors(module, adapter))

@@ -258,7 +258,6 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
         way += ", or ddp_broadcast_buffers=False to a Trainer"
         logger.warning(f"DDP copies masks and scales in every forward pass, and weights are pruned again: {way}")
     model = unwrap(model)
-    extensions.adapters.attach(model)  # those that PEFT has not found by its registry
     extensions.adapters.check(model)
     if any(weight.storage.is_split for weight in sparse_weights(model).values()) and adapters_in(model):
         raise ValueError("tensor parallelism splits weights below adapters: use FSDP2 or DDP with adapters")

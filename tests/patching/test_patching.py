@@ -343,11 +343,3 @@ def test_layers_below_adapters_go_by_the_names_that_they_have_without(names):
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["down_proj"]))
     report = patch_model(adapted)
     assert len(report.patched) == 2 and all(name.endswith("down_proj.base_layer") for name in report.patched)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_adapters_stay_dense():
-    model = peft.get_peft_model(zoo.build("llama"), peft.LoraConfig(r=4, target_modules=["up_proj"]))
-    report = patch_model(model, Sparse24Config(target_modules="mlp"))
-    assert any(name.endswith("up_proj.base_layer") for name in report.patched)
-    assert {report.skipped[name] for name in report.skipped if "lora_" in name} == {"an adapter"}

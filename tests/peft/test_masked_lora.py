@@ -1,4 +1,4 @@
-"""LoRA and DoRA through the mask: what they compute, and what they need."""
+"""LoRA through the mask: what it computes, and what it needs."""
 
 import pytest
 import torch
@@ -61,7 +61,6 @@ def test_neither_the_update_nor_its_gradient_is_ever_whole(monkeypatch):
     x, a, b = torch.randn(4, 64, requires_grad=True), torch.randn(4, 64, requires_grad=True), torch.randn(64, 4)
     with Largest() as largest:
         masked.masked_linear(x, a, b.requires_grad_(), 1.0, layer).sum().backward()
-        masked.row_norms(a, b, 1.0, layer)
     assert 512 < largest.elements <= 1024 < layer.weight.numel()
 
 
@@ -78,9 +77,8 @@ def test_a_small_update_of_a_bf16_weight_is_not_rounded_away():
     torch.testing.assert_close(change.float(), expected, rtol=0.02, atol=0.02 * float(expected.std()))
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_dropout_drops_what_the_adapter_sees_and_not_what_the_base_layer_sees(dora):
-    model = adapted(lora_dropout=0.5, use_dora=dora).train()
+def test_dropout_drops_what_the_adapter_sees_and_not_what_the_base_layer_sees():
+    model = adapted(lora_dropout=0.5).train()
     (adapter, *_) = around(model)
     x, layer, a, b = torch.randn(5, 32), adapter.base_layer, adapter.lora_A["default"], adapter.lora_B["default"]
     weight = layer.sparse_weight()
@@ -89,9 +87,6 @@ def test_dropout_drops_what_the_adapter_sees_and_not_what_the_base_layer_sees(do
     found = adapter(x)
     torch.manual_seed(3)
     dropped = torch.nn.functional.dropout(x, 0.5)
-    if dora:
-        scale = (adapter.lora_magnitude_vector["default"].weight / (weight + update).norm(dim=1))[:, None]
-        update = scale * (weight + update) - weight
     torch.testing.assert_close(found, x @ weight.t() + dropped @ update.t())
 
 
@@ -105,9 +100,8 @@ def test_autocast_multiplies_in_its_dtype_and_keeps_the_mask():
     torch.testing.assert_close(found.float(), adapter(x), atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(dora):
-    (adapter, *_) = around(adapted(use_dora=dora, lora_dropout=0.5).train())
+def test_gradient_checkpointing_gives_the_same_gradients():
+    (adapter, *_) = around(adapted(lora_dropout=0.5).train())
     x = torch.randn(5, 32, requires_grad=True)
     inputs = [x, *(p for p in adapter.parameters() if p.requires_grad)]
     torch.manual_seed(2)
@@ -123,15 +117,7 @@ def test_the_compiled_layer_computes_the_same():
     torch.testing.assert_close(torch.compile(adapter, backend="eager", fullgraph=True)(x), adapter(x))
 
 
-def test_a_dora_adapter_begins_where_its_base_is():
-    model = adapted(use_dora=True, init_lora_weights=True)
-    with model.disable_adapter():
-        expected = logits(model)
-    torch.testing.assert_close(logits(model), expected)
-    torch.testing.assert_close(logits(adapted(use_dora=True)), logits(adapted()))
-
-
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica"])
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "mica"])
 def test_an_initialisation_from_the_weights_keeps_outputs_and_zeros(init):
     expected = logits(patched())
     model = adapted(init_lora_weights=init)

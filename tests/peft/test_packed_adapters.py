@@ -15,7 +15,6 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 KINDS = {
     "lora": {},
-    "dora": {"use_dora": True},
     "pissa": {"init_lora_weights": "pissa"},
     "rslora": {"use_rslora": True},
 }
@@ -65,7 +64,7 @@ def test_around_packed_masters(kind):
 
 
 @pytest.mark.parametrize("base", TARGETS)
-@pytest.mark.parametrize(("kind", "pattern"), [*((kind, "2:4") for kind in KINDS), ("lora", "16:32"), ("dora", "6:8")])
+@pytest.mark.parametrize(("kind", "pattern"), [*((kind, "2:4") for kind in KINDS), ("lora", "16:32"), ("lora", "6:8")])
 def test_merging(base, kind, pattern):
     model = adapted_packed(base, pattern=pattern, **KINDS[kind])
     before, computed = {name: x.clone() for name, x in model.state_dict().items()}, logits(model)

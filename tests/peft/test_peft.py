@@ -5,7 +5,7 @@ LoRA acts through the mask, so it is compared with what it is on the unpatched m
 
 import copy
 import dataclasses
-import types
+from functools import partial
 
 import pytest
 import sparse_models
@@ -15,9 +15,8 @@ from lora_models import ONE_BLOCK, TARGETS, trained
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.peft.bypass import check_adapters
-from hf_sparse24.peft.tuners import check_base
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # PEFT's own, of every tuner
@@ -37,7 +36,7 @@ ARGUMENTS = {
     "VBLORA": {"vector_length": 8, "num_vectors": 8},
     "WAVEFT": {"n_frequency": 16},
 }
-VARIANTS = {"LORA": [{}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}, {"use_dora": True}]}
+VARIANTS = {"LORA": [{}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}]}
 # They compute with `base_layer.weight`; FROD has another weight instead, LN_TUNING a copy of the layer.
 BYPASS = {"FROD", "HIRA", "HRA", "LN_TUNING", "PEANUT", "SHIRA", "SUPERTUNING"}
 EXACT_CLASS = {"GLORA"}  # refuses every subclass of nn.Linear
@@ -130,32 +129,12 @@ def test_a_tuner_does_on_a_patched_model_what_it_does_on_the_pruned_one(base, na
         torch.testing.assert_close(model.merge_and_unload()(**zoo.batch()).logits, merged(**zoo.batch()).logits)
 
 
-def test_an_adapter_that_is_only_loaded_may_compute_with_the_dense_weight_until_a_controller_trains_it():
-    config = CONFIGS[peft.PeftType("HRA")](target_modules=TARGETS["llama"], inference_mode=True)
-    model = peft.get_peft_model(patched("llama"), config)
+@pytest.mark.parametrize("config", [peft.HRAConfig, partial(peft.LoraConfig, use_dora=True)], ids=["HRA", "DoRA"])
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_an_adapter_that_computes_with_the_dense_weight_is_refused(config, inference_mode):
+    model = patched("llama")
     with pytest.raises(ValueError, match="computes with the layer's dense weight"):
-        Sparse24Controller(model, torch.optim.SGD(model.parameters(), lr=0.1), 10)
-    with pytest.raises(ValueError, match="computes with the layer's dense weight"):
-        model.add_adapter("second", CONFIGS[peft.PeftType("HRA")](target_modules=TARGETS["llama"]))
-
-
-def test_a_layer_that_an_adapter_bypasses_stays_dense(tmp_path):
-    model = adapted(zoo.build("llama"), "llama", "HRA", {})
-    report = patch_model(model)
-    skipped = {why for name, why in report.skipped.items() if name.endswith("up_proj.base_layer")}
-    assert skipped == {"its adapter (HRALinear) computes with its weight without calling it"}
-    assert report.patched and not any("base_layer" in name for name in report.patched)
-    merged = model.merge_and_unload()
-    assert "push_to_hub" in vars(merged)  # as of a model that is patched by itself
-    merged.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert sparse_weights(loaded).keys() == sparse_weights(merged).keys()
-
-
-def test_the_record_of_an_earlier_commit_is_refused():
-    config = types.SimpleNamespace(auto_mapping={"sparse24": {"config": {}, "weights": []}})
-    with pytest.raises(ValueError, match="train it again"):
-        check_base(patched("llama"), config)
+        peft.get_peft_model(model, config(target_modules=TARGETS["llama"], inference_mode=inference_mode))
 
 
 def test_an_option_or_a_tuner_of_ones_own_that_reads_the_dense_weight_is_refused():

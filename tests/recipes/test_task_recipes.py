@@ -29,10 +29,10 @@ def eval_losses(trainer) -> list[float]:
     ("base", "settings"),
     [
         ("sparse", {"method": "s-ste"}),
-        ("sparse", {"method": "s-ste", "use_dora": True, "lora_dropout": 0.1, "gradient_checkpointing": True}),
+        ("sparse", {"method": "s-ste", "lora_dropout": 0.1, "gradient_checkpointing": True}),
         ("zeros", {"method": "fixed-mask", "lora_modules": "up_proj"}),
     ],
-    ids=["checkpoint", "dora", "zeros"],
+    ids=["checkpoint", "dropout", "zeros"],
 )
 def test_lora(tmp_path, models, capsys, base, settings):
     trainer = lora.main(text_flags(tmp_path, models / base, **settings))

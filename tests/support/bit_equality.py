@@ -343,7 +343,7 @@ def one_shot(name: str = "llama", method: str = "fixed-mask", pattern: str = "2:
     return run
 
 
-def lora(method: str, name: str = "llama", packed: bool = False, **options: Any) -> Scenario:
+def lora(method: str, name: str = "llama", packed: bool = False) -> Scenario:
     """LoRA through the mask: trained by a Trainer with the callback, saved, loaded, merged."""
 
     def run(parts: Parts, folder: Path) -> None:
@@ -360,7 +360,7 @@ def lora(method: str, name: str = "llama", packed: bool = False, **options: Any)
             base.save_pretrained(folder / "base")
         targets = ["up_proj", "down_proj"] if name == "llama" else ["c_fc", "mlp.c_proj"]
         config = peft.LoraConfig(
-            r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=name == "gpt2", **options
+            r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=name == "gpt2"
         )
         model = peft.get_peft_model(base, config)
         _fill(((key, value) for key, value in model.named_parameters() if "lora_" in key), 7, 0.05)
@@ -493,7 +493,6 @@ SCENARIOS: dict[str, Scenario] = {
     "oneshot transposable": one_shot(method="t-sr-ste", reconstruct=None),
     "lora fixed-mask": lora("fixed-mask"),
     "lora s-ste gpt2": lora("s-ste", "gpt2"),
-    "lora dora": lora("fixed-mask", use_dora=True),
     "lora packed": lora("fixed-mask", packed=True),
     "distillation": distillation("fixed-mask"),
     "distillation temperature": distillation("s-ste", weight=0.7, temperature=2.0),

@@ -277,6 +277,7 @@ def classifier():
 
 def below_an_adapter():
     model = zoo.build("llama")
+    patch_model(model)
     return {"model": peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")), "teacher": model}
 
 
