@@ -135,10 +135,6 @@ class SparseMethod:
     flips_at_refresh: ClassVar[bool] = False
     """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
 
-    teacher_loss: ClassVar[tuple[float, float] | None] = None
-    """Weight and temperature of the KL divergence of a method whose paper trains with the dense model as teacher. They
-    hold for a teacher without a `DistillationConfig`."""
-
     settings_of_state: ClassVar[tuple[str, ...]] = ()
     """Settings that `init_state` uses, so that they cannot change later."""
 

@@ -95,9 +95,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             check_reference_of(trainer)
         if callback._trainer is None:
             callback._trainer = trainer
-            load = trainer._load_optimizer_and_scheduler
-
-            make_card = trainer.create_model_card
+            load, make_card = trainer._load_optimizer_and_scheduler, trainer.create_model_card
 
             def load_and_tell(checkpoint: str | None) -> None:
                 """With every engine the Trainer calls it with the checkpoint's directory before `on_train_begin`."""
@@ -146,12 +144,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             # A model that has been trained before may be in a later phase than the checkpoint that it was loaded from.
             check_resumed(model, self.checkpoint)
             restore(model, self.checkpoint)
-        numbers = {"step": state.global_step, "seed": args.seed, "metrics_interval": measuring_interval(args, state)}
+        numbers = {"seed": args.seed, "step": state.global_step, "metrics_interval": measuring_interval(args, state)}
         self.controller = Sparse24Controller(model, kwargs["optimizer"], state.max_steps, **numbers)
-        method = self.controller.run.method
-        if method.teacher_loss is not None and self._distiller is None:
-            way = "pass teacher= to Sparse24Trainer, or call distill(model, teacher) before training"
-            logger.warning(f"method {method.name!r} is published with the dense model as its teacher: {way}")
         if state.global_step and saved.get("controller"):  # in a new run it is of this trainer's last one
             of_this_run = {"step": state.global_step, "micro_step": 0, "seed": args.seed}
             self.controller.load_state_dict(saved["controller"] | of_this_run)

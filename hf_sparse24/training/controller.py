@@ -111,7 +111,6 @@ class Sparse24Controller:
         self._hooks: Sequence[RemovableHandle | ZeroOptimizer] = ()
         self.run.controller = self
         self._masks.enter_phase(self.phase)
-        self._masks.complete_state()
         try:
             check_ranks_agree(masters, self.run.saved.to_dict() | numbers)
         except ValueError:

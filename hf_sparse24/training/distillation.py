@@ -18,8 +18,6 @@ from torch.nn.functional import cross_entropy, kl_div, pad
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ..run import sparse_run
-
 IGNORED = -100
 _OF_THE_STUDENT = ("labels", "shift_labels", "num_items_in_batch", "return_dict", "use_cache")
 
@@ -200,8 +198,7 @@ def distill(
             DDP, FSDP2 or torch.compile wraps it.
         teacher: a dense or sparse language model of the same tokens, or its name or directory. Frozen, and no part of
             checkpoints.
-        config: how much the teacher counts; None for what the method of the model is published with, else for
-            `DistillationConfig()`.
+        config: how much the teacher counts; None for `DistillationConfig()`.
         tokenizer: of the model, where its vocabulary and the teacher's differ by padding.
 
     Returns:
@@ -213,10 +210,6 @@ def distill(
     """
     if find_distiller(model) is not None:
         raise ValueError("the model has a teacher already; call end() of what distill returned first")
-    run = sparse_run(model)
-    if config is None and run is not None and run.method.teacher_loss is not None:
-        weight, temperature = run.method.teacher_loss
-        config = DistillationConfig(weight=weight, temperature=temperature)
     return Distiller(model, _frozen(teacher, model, tokenizer), config or DistillationConfig())
 
 

@@ -67,7 +67,8 @@ class StepMasks:
         if refreshes:
             if method.flips_at_refresh:
                 self._before = {name: weight.local_mask(packed=True) for name, weight in self.trained.items()}
-            self._init_state()
+            for weight in self.trained.values():
+                weight.init_state()
         if self._before:  # of a step and of the refresh after it
             after = [self._weights[name].local_mask(packed=True) for name in self._before]
             counts = list(count_flips(list(self._before.values()), after))
@@ -86,23 +87,15 @@ class StepMasks:
         return float(sum(self.flips.values())) / sum(self._weights[name].master.numel() for name in self.flips)
 
     def enter_phase(self, phase: str) -> bool:
-        """Set the phase of the model. State starts from the weights where it turns sparse, which is returned."""
+        """Set the phase of the model. State starts from the weights where it turns sparse, which is returned, and where
+        there is none yet."""
         was_dense = self._run.is_dense
         set_phase(self._model, phase)
         turns_sparse = was_dense and not self._run.is_dense
-        if turns_sparse:
-            self._init_state()
-        return turns_sparse
-
-    def complete_state(self) -> None:
-        """Make the state of the weights that have none yet."""
-        for weight in self._weights.values():
-            if not weight.state.is_ready:
+        for name, weight in self._weights.items():
+            if not weight.state.is_ready or (turns_sparse and name in self.trained):
                 weight.init_state()
-
-    def _init_state(self) -> None:
-        for weight in self.trained.values():
-            weight.init_state()
+        return turns_sparse
 
     def _zero_dropped(self) -> None:
         """Set what the masks drop to zero: moments of a dense start and optimizers such as Muon move it without a
@@ -155,20 +148,15 @@ class RandomStreams:
         splits = [weight.storage.is_split for weight in weights]
         # With tensor parallelism, weights that all ranks hold draw alike in all.
         self._by_rank = splits if any(splits) else [True] * len(weights)
-        self._keys: list[tuple[list[int], Tensor]] = []  # per device, the indices of its weights and their keys
-        by_device: dict[torch.device, list[int]] = {}
-        for index, weight in enumerate(weights):
-            by_device.setdefault(compute_device(weight.master), []).append(index)
-        for device, indices in by_device.items():
-            keys = torch.zeros(len(indices), dtype=torch.int64, device=device)
-            for index, key in zip(indices, keys.unbind()):
-                weights[index].rng_key = key
-            self._keys.append((indices, keys))
+        devices = [compute_device(weight.master) for weight in weights]
+        self._keys = {device: torch.zeros(len(weights), dtype=torch.int64, device=device) for device in devices}
+        for index, (weight, device) in enumerate(zip(weights, devices)):
+            weight.rng_key = self._keys[device][index]
 
     def set(self, seed: int, rank: int, step: int, micro_step: int) -> None:
-        for indices, keys in self._keys:
-            values = [_mix(seed + rank * self._by_rank[i], step, micro_step, i) for i in indices]
-            fresh = torch.tensor(values, dtype=torch.int64)
+        values = [_mix(seed + rank * by_rank, step, micro_step, i) for i, by_rank in enumerate(self._by_rank)]
+        fresh = torch.tensor(values, dtype=torch.int64)
+        for keys in self._keys.values():
             # Of pinned memory: otherwise the host would wait for all that the GPU has been given.
             keys.copy_(fresh.pin_memory() if keys.is_cuda else fresh, non_blocking=True)
 

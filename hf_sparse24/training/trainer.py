@@ -51,8 +51,7 @@ class Sparse24Trainer(Trainer):
             any other with `Sparse24Config()`.
         teacher: a language model of the same tokens, or its name or directory, whose predictions the model learns
             in addition to the labels (see `distill`). The log then has `cross_entropy` and `distillation_loss`.
-        distillation: how much the teacher counts; None for what the method is published with, else for
-            `DistillationConfig()`.
+        distillation: how much the teacher counts; None for `DistillationConfig()`.
         kwargs: further arguments of `Trainer`, by name.
 
     Attributes:

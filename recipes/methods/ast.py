@@ -118,7 +118,6 @@ class AdamS(MaskedAdamW):
 @register_method("ast")
 class AST(KeptMaskMethod):
     flips_at_refresh = True
-    teacher_loss = (2 / 3, 2.0)
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(GemmSettings):

@@ -66,7 +66,7 @@ class Variant:
         method: as in `Sparse24Config`; None trains a dense model, the control.
         pruned: whether it starts from the model that `oneshot` pruned, and not from the dense one.
         teacher: whether it learns the dense model's predictions.
-        distillation: how much they count; None for what the method is published with, else the default.
+        distillation: how much they count; None for the default.
         lora: whether an adapter is trained, and merged under the mask.
         settings: of the method.
         pattern: N:M of the weights.

@@ -6,12 +6,11 @@ import pytest
 import sparse24_kernels as kernels
 import torch
 import zoo
-from method_runs import trainer
 from methods.ast import AdamS
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, distill, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights
 from hf_sparse24.methods import step_param_groups
 
 LR, BETAS, EPS, STEPS, DECAY = 0.05, (0.9, 0.99), 1e-3, 8, 0.5
@@ -100,16 +99,3 @@ def test_adapters_train_on_it_by_any_optimizer():
     adapted(**zoo.batch(0)).loss.backward()
     optimizer.step()
     assert controller.step == 1
-
-
-def test_a_teacher_counts_as_the_paper_has_it():
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method="ast"))
-    config = distill(model, zoo.build("llama", seed=1)).config
-    assert (config.weight, config.temperature) == (2 / 3, 2.0)
-
-
-@pytest.mark.parametrize("method", ["ast", "s-ste"])
-def test_training_without_the_papers_teacher_is_warned_of(method, tmp_path, caplog):
-    trainer(zoo.build("llama"), tmp_path, method, max_steps=1).train()
-    assert ("pass teacher= to Sparse24Trainer" in caplog.text) == (method == "ast")
