@@ -94,7 +94,8 @@ def _tune_packed(model: PreTrainedModel, dtype: torch.dtype) -> None:
         most = limits.limit(times)
         speedups = [f"{dense / ours:.2f}x" for _, ours, dense in times]
         text = "any number" if most is None else f"{most} tokens"
-        rows.append([f"{layer.out} x {layer.inputs}", layer.pattern, layer.values, text, *speedups])
+        _, values, pattern, size = layer.split(maxsplit=3)
+        rows.append([size, pattern, values, text, *speedups])
     print("packed layers, and their speed over that of unpacking and dense math:")
     print_table(rows)
 

@@ -166,10 +166,11 @@ def test_tune_measures_packed_layers_where_there_is_no_gpu(directory, capsys, mo
     if isinstance(reason := load(), str):
         pytest.skip(reason)
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(limits, "_measured", None)
+    limits._read.cache_clear()
     monkeypatch.setattr(limits, "TOKENS", (16, 64))
     monkeypatch.setattr(limits, "_times", lambda packed, tokens: (50.0, 100.0 / (1 + (tokens == 64) * 1.5)))
     assert main(["tune", directory, "--dtype", "fp32"]) == 0
+    limits._read.cache_clear()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["64", "x", "32", "2:4", "float32", "16", "tokens", "2.00x", "0.80x"] in lines
     assert ["32", "x", "64", "2:4", "int8", "16", "tokens", "2.00x", "0.80x"] in lines

@@ -80,14 +80,6 @@ def compiler() -> list[str]:
     raise BuildError("no C++ compiler is installed: install g++ or clang++, or name one in $CXX")
 
 
-def compiler_id() -> str:
-    """8 hexadecimal digits that change with the compiler. BuildError as `compiler`."""
-    command = compiler()
-    file = Path(shutil.which(command[0]) or command[0]).resolve()
-    about = file.stat()
-    return hashlib.sha256(repr((command, str(file), about.st_size, about.st_mtime_ns)).encode()).hexdigest()[:8]
-
-
 def build(to: Path, extra: tuple[str, ...] = ()) -> None:
     """Compile the library and put it at `to`, whole or not at all; `extra` are flags for every unit.
 

@@ -108,23 +108,14 @@ def _find() -> Library:
 
 
 def _kept(folder: Path, name: str) -> Library | None:
-    """The library that was compiled before; None where there is none, or only what another compiler made, unloadable.
-
-    A file's name ends with its digest: loading one that is cut off would end the process.
-    """
-    for file in folder.glob(f"{name}-*-*.so"):
-        *_, compiler, digest = file.stem.split("-")
-        if digest == _digest(file):
-            try:
-                return _opened(file)
-            except build.BuildError:
-                if compiler == build.compiler_id():
-                    raise
-    return None
+    """The library that was compiled before. Its name ends with its digest: loading one that is cut off would end the
+    process."""
+    whole = [file for file in folder.glob(f"{name}-*.so") if file.stem.endswith(_digest(file))]
+    return _opened(whole[0]) if whole else None
 
 
 def _compiled(folder: Path, name: str) -> Library:
-    compiler = build.compiler_id()  # before a folder is made for nothing
+    build.compiler()  # before a folder is made for nothing
     with file_lock(folder / "native"):  # one process compiles, the others wait for it
         if (kept := _kept(folder, name)) is not None:
             return kept
@@ -132,14 +123,14 @@ def _compiled(folder: Path, name: str) -> Library:
             shutil.rmtree(left, ignore_errors=True)
         logging.getLogger(__name__).warning("compiling the kernels for this CPU, once: some ten seconds")
         build.build(new := folder / f".{name}.new")
-        return _opened(new.replace(folder / f"{name}-{compiler}-{_digest(new)}.so"))
+        return _opened(new.replace(folder / f"{name}-{_digest(new)}.so"))
 
 
 def _opened(file: Path) -> Library:
     try:
         return Library(file)
     except (OSError, AttributeError) as error:
-        ways = "$CXX names another compiler, $SPARSE24_CACHE a folder that is not mounted noexec"
+        ways = "delete it to compile it again, or name a folder in $SPARSE24_CACHE that is not mounted noexec"
         raise build.BuildError(f"{file} does not load ({error}): {ways}") from error
 
 

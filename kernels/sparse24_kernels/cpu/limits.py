@@ -4,14 +4,13 @@ Layers that `tune` has not measured on this CPU take the limits that were measur
 """
 
 import json
-import math
 import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from functools import cache
 from timeit import timeit
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from .. import reference
 from ..cache_folder import cache_folder, file_lock, write_json
 from ..first_use import device_name
 from ..formats import Packed, Pattern, scale_columns
-from . import build
 from .library import DTYPES, load, loaded
 from .packed import packed_linear, unpack_nm
 
@@ -29,78 +27,55 @@ TOKENS = (16, 64, 256, 1024)
 ROUNDS = 3
 FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
 
+Limits = dict[str, int | None]
+"""The most tokens that a kernel is faster for, None where it was for all that were measured; by `layer`."""
 
-class Layer(NamedTuple):
-    """A kind of packed layers that has a limit: the dtypes of x and of the values, and the pattern, as text such as
-    "bfloat16", "int8" and "2:4", and a size."""
-
-    dtype: str
-    values: str
-    pattern: str
-    out: int
-    inputs: int
-
-
-Limits = dict[Layer, int | None]
-"""The most tokens that a kernel is faster for; None where it was for all that were measured."""
-
-SHIPPED: dict[str, dict[tuple[str, str], int | None]] = {
+SHIPPED: dict[str, dict[str, int]] = {
     "amx": {},
     "avx512_bf16": {},
     "avx512": {},
     "avx2": {},
-    "portable": {("float32", "int8"): 256},
+    "portable": {"float32 int8": 256},
 }
 """Limits by CPU path, by the dtypes of x and of the values; empty: none. Measured at 2048 x 2048, against what torch
 runs on CPUs of that kind; fp32 on AMX is the code of AVX-512."""
-
-_measured: Limits | None = None
 
 ON_CHANGE: list[Callable[[], None]] = []
 """Functions to call when tuning has changed how packed weights run."""
 
 
-def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> Layer:
-    of_x, of_values = (str(each).removeprefix("torch.") for each in (dtype, values))
-    return Layer(of_x, of_values, str(pattern), out, inputs)
+def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> str:
+    """The name of a kind of packed layers, such as "bfloat16 int8 2:4 4096 x 1024": x, values, pattern, size."""
+    return f"{dtype} {values} {pattern} {out} x {inputs}".replace("torch.", "")
 
 
-def most_tokens(wanted: Layer) -> tuple[int | None, str]:
-    """The most tokens that the kernel is faster for, None for any number; and where that is known from.
-
-    Of layers that were not measured, the limit is that of the measured layer of the nearest size.
-    """
-    global _measured
-    path = loaded().path
-    if _measured is None:
-        _measured = _read()
-    alike = [layer for layer in _measured if layer[:3] == wanted[:3]]
-    if alike:
-        size = max(1, wanted.out * wanted.inputs)
-        nearest = min(alike, key=lambda layer: abs(math.log(layer.out * layer.inputs / size)))
-        return _measured[nearest], f"measured here at {nearest.out} x {nearest.inputs}"
+def most_tokens(layer: str) -> tuple[int | None, str]:
+    """The most tokens that the kernel is faster for, None for any number; and where that is known from."""
+    path, measured = loaded().path, _read(_name())
+    if layer in measured:
+        return measured[layer], "measured here"
     if path not in SHIPPED:
         return TOKENS[0], f"path {path!r} was not measured: run `hf-sparse24 tune`"
-    return SHIPPED[path].get(wanted[:2]), f"measured on another machine with {path!r}"
+    dtypes = " ".join(layer.split()[:2])
+    return SHIPPED[path].get(dtypes), f"measured on another machine with {path!r}"
 
 
 def tune(
     layers: Iterable[tuple[int, int, Pattern]],
     dtype: torch.dtype,
     on_progress: Callable[[int], None] = lambda done: None,
-) -> dict[Layer, list[tuple[int, float, float]]]:
+) -> dict[str, list[tuple[int, float, float]]]:
     """Measure layers, with values of `dtype` and with int8 ones, and keep their limits for this process and later ones.
 
     `layers` are (out, inputs, pattern) of what can be packed; `on_progress` gets the number of those that are done.
     Returned are, for each layer, the measured numbers of tokens with the kernel's and dense math's microseconds.
     ValueError: no kernels run on this CPU, or not on `dtype`.
     """
-    global _measured
     if isinstance(reason := load(), str):
         raise ValueError(f"nothing to tune: {reason}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: the kernels take fp32, bf16 and fp16")
-    found: dict[Layer, list[tuple[int, float, float]]] = {}
+    found: dict[str, list[tuple[int, float, float]]] = {}
     for done, (out, inputs, pattern) in enumerate(layers):
         values, mask = reference.packed.pack_nm(torch.randn(out, inputs, **FP32).to(dtype), *pattern)
         integers = torch.randint_like(values, -127, 128, dtype=torch.int8)
@@ -109,9 +84,10 @@ def tune(
             found[layer(dtype, each.values.dtype, pattern, out, inputs)] = [
                 (tokens, *_times(each, tokens)) for tokens in TOKENS
             ]
-        with file_lock(_path()):  # others may have saved theirs meanwhile
-            _measured = _read() | {layer: limit(times) for layer, times in found.items()}
-            write_json(_path(), list(_measured.items()))
+        with file_lock(file := cache_folder() / _name()):
+            _read.cache_clear()  # others may have saved theirs meanwhile
+            write_json(file, _read(file.name) | {layer: limit(times) for layer, times in found.items()})
+            _read.cache_clear()
         on_progress(done + 1)
     for forget in ON_CHANGE:
         forget()
@@ -136,17 +112,22 @@ def in_turns(ours: Callable[[], object], dense: Callable[[], object], rounds: in
     return 1e6 * statistics.median(time for time, _ in times), 1e6 * statistics.median(time for _, time in times)
 
 
-def _path() -> Path:
+def _name() -> str:
+    """The name of the file with the limits of this CPU."""
     cpu = device_name(torch.device("cpu"))
-    facts = f"cpu_{cpu}_{loaded().path}_threads_{torch.get_num_threads()}_{torch.__version__}"
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", facts).strip("-")
-    return cache_folder() / f"{name}-{build.fingerprint()}.json"
+    facts = f"cpu {cpu} {loaded().path} threads {torch.get_num_threads()} {torch.__version__} {loaded().file.stem}"
+    return re.sub(r"[^A-Za-z0-9.]+", "-", facts) + ".json"
 
 
-def _read() -> Limits:
+@cache
+def _read(name: str) -> Limits:
+    """What was measured, nothing where the file is not there or, with a warning, damaged."""
     try:
-        path = _path()
-        return {Layer(*layer): most for layer, most in json.loads(path.read_text())} if path.exists() else {}
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        warnings.warn(f"the limits of packed weights on this CPU cannot be read ({error}): not tuned", stacklevel=2)
+        file = cache_folder() / name
+        limits = json.loads(file.read_text()) if file.exists() else {}
+        if not all(most is None or (type(most) is int and most > 0) for most in limits.values()):
+            raise ValueError("a limit is no number of tokens")
+        return limits
+    except (OSError, RuntimeError, AttributeError, ValueError) as error:
+        warnings.warn(f"{name}, the limits of packed weights, cannot be read ({error}): not tuned", stacklevel=2)
         return {}

@@ -1,7 +1,6 @@
 """Weights that exist in packed form alone: the backend that multiplies by them as they are."""
 
 from operator import attrgetter, index
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +38,12 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     return choice.reason if choice.implementation == "reference" else None
 
 
-@torch.compiler.assume_constant_result  # as above; `layer` are the fields of a `Layer`: Dynamo hands on no tuple
-def _most_tokens(device: torch.device, dtype: torch.dtype, *layer: Any) -> tuple[int | None, str]:
+@torch.compiler.assume_constant_result  # as above
+def _most_tokens(device: torch.device, dtype: torch.dtype, layer: str) -> tuple[int | None, str]:
     """The most tokens that a packed weight is multiplied by as it is, None for any number; and where that is from."""
     if choose_kernels(device, dtype, operator="packed_linear").implementation != "cpu":
         return FEW_TOKENS, "until then, the time is that of reading the weight"
-    return limits.most_tokens(limits.Layer(*layer))
+    return limits.most_tokens(layer)
 
 
 class PackedBackend(GemmBackend):
@@ -62,7 +61,7 @@ class PackedBackend(GemmBackend):
             return reason
         values = torch.int8 if problem.is_int8 else problem.dtype
         layer = limits.layer(problem.dtype, values, problem.pattern, index(problem.m), index(problem.k))
-        most, known = _most_tokens(device, problem.dtype, *layer)
+        most, known = _most_tokens(device, problem.dtype, layer)
         if most is not None and problem.n > most:
             return f"more than {most} tokens ({known})"
         reason = "any number of tokens" if most is None else f"at most {most} tokens"

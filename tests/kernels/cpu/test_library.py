@@ -90,6 +90,7 @@ def test_those_that_start_together_compile_once(compiler):
     assert links(compiler) == 1
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_leaves_nothing_broken(compiler, cache):
     script = Path(os.environ["CXX"])
     usual = script.read_text()
@@ -159,18 +160,12 @@ def test_a_folder_that_cannot_be_written_or_is_not_there(compiler, cache, monkey
     assert load() == f"no kernels for this CPU: Could not determine home directory.; {WAY_OUT}"
 
 
-def test_a_library_that_does_not_load_is_compiled_again_by_another_compiler_alone(compiler, cache, tmp_path):
+def test_a_library_that_does_not_load_is_told(compiler, cache):
     """As from a compiler for another machine, or a file system that is mounted noexec."""
-    good, bad = Path(os.environ["CXX"]), tmp_path / "bad"
-    bad.write_text(good.read_text().replace("linked=", "unused="))
-    bad.chmod(0o755)
+    script = Path(os.environ["CXX"])
+    script.write_text(script.read_text().replace("linked=", "unused="))
     for _ in range(2):
-        os.environ["CXX"] = str(bad)
-        assert "does not load" in load() and "$CXX" in load()
-        assert links(compiler) == 1
-    for _ in range(2):
-        os.environ["CXX"] = str(good)
-        assert isinstance(load(), library.Library) and links(compiler) == 2
+        assert "does not load" in load() and "delete it" in load() and links(compiler) == 1
 
 
 def test_what_a_killed_process_left_is_removed(compiler, cache):

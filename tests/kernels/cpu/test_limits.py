@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(isinstance(load(), str), reason=str(load()))
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))
-    monkeypatch.setattr(limits, "_measured", None)
+    limits._read.cache_clear()
     yield
+    limits._read.cache_clear()
     for forget in limits.ON_CHANGE:
         forget()
 
@@ -44,7 +45,7 @@ def test_the_limit_is_the_last_number_before_the_kernel_is_slower(first, most, s
     assert limits.limit(times) == most
     plan = plan_packed(linear_problem(300, 32, 64, BF16), CPU)
     assert plan.backend.name == ("packed" if most is None or most >= 300 else "dense")
-    assert "(measured here at 32 x 64)" in plan.reason
+    assert "(measured here)" in plan.reason
 
 
 def test_ctrl_c_keeps_what_is_measured_whatever_the_defaults_of_torch_are(slower_from, monkeypatch):
@@ -56,43 +57,35 @@ def test_ctrl_c_keeps_what_is_measured_whatever_the_defaults_of_torch_are(slower
 
     with torch.device("meta"), pytest.raises(KeyboardInterrupt):
         limits.tune([(32, 64, PATTERN), (64, 64, PATTERN), (96, 64, PATTERN)], BF16, interrupt)
-    monkeypatch.setattr(limits, "_measured", None)  # as a new process
-    assert most_tokens(BF16, BF16, 64, 64) == (16, "measured here at 64 x 64")
+    limits._read.cache_clear()  # as a new process
+    assert most_tokens(BF16, BF16, 64, 64) == (16, "measured here")
 
 
-def test_the_nearest_size_decides_and_values_are_kept_apart(slower_from):
-    assert most_tokens(BF16, BF16, 64, 64)[1].startswith("measured on another machine")
+def test_values_patterns_sizes_and_threads_are_kept_apart(slower_from, monkeypatch):
     slower_from(64)
     limits.tune([(32, 64, PATTERN)], BF16)
     slower_from(1024)
     limits.tune([(320, 640, PATTERN)], BF16)
-    assert most_tokens(BF16, BF16, 40, 64) == (16, "measured here at 32 x 64")
-    assert most_tokens(BF16, torch.int8, 4096, 4096) == (256, "measured here at 320 x 640")
-    assert most_tokens(torch.float32, torch.float32, 40, 64)[1].startswith("measured on another machine")
-    assert most_tokens(BF16, BF16, 40, 64, Pattern(16, 32))[1].startswith("measured on another machine")
-
-
-def test_limits_outlive_the_process_and_damage_counts_as_nothing(slower_from, monkeypatch, tmp_path):
-    slower_from(64)
-    limits.tune([(32, 64, PATTERN)], BF16)
-    monkeypatch.setattr(limits, "_measured", None)
-    assert most_tokens(BF16, BF16, 32, 64)[0] == 16
-    (file,) = tmp_path.glob("*.json")
-    file.write_text('[["bfloat16"')
-    monkeypatch.setattr(limits, "_measured", None)
-    with pytest.warns(UserWarning, match="cannot be read"):
-        assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
-
-
-def test_what_others_measured_meanwhile_is_kept_and_other_threads_have_their_own(slower_from, monkeypatch):
-    slower_from(64)
-    limits.tune([(32, 64, PATTERN)], BF16)
-    monkeypatch.setattr(limits, "_measured", {})  # as of a process that read before
-    limits.tune([(64, 128, PATTERN)], BF16)
-    assert most_tokens(BF16, BF16, 32, 64)[1].endswith("32 x 64")
-    monkeypatch.setattr(limits, "_measured", None)
+    assert most_tokens(BF16, BF16, 32, 64) == most_tokens(BF16, torch.int8, 32, 64) == (16, "measured here")
+    assert most_tokens(BF16, torch.int8, 320, 640) == (256, "measured here")
+    for dtype, *other in ((torch.float32, torch.float32, 32, 64), (BF16, BF16, 40, 64), (BF16, BF16, 32, 64, (16, 32))):
+        assert most_tokens(dtype, *other[:3], Pattern(*(other[3:] or [PATTERN])[0]))[1].startswith(
+            "measured on another"
+        )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
+
+
+@pytest.mark.parametrize("damage", ['{"bfloat16', "[]", '{"%s": 0}', '{"%s": -5}', '{"%s": "16"}', '{"%s": true}'])
+def test_a_damaged_file_counts_as_nothing(damage, slower_from, tmp_path):
+    slower_from(64)
+    limits.tune([(32, 64, PATTERN)], BF16)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(damage.replace("%s", limits.layer(BF16, BF16, PATTERN, 32, 64)))
+    limits._read.cache_clear()
+    with pytest.warns(UserWarning, match=file.name.replace(".", r"\.")):
+        assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine")
+    assert most_tokens(BF16, BF16, 32, 64)[1].startswith("measured on another machine"), "without another warning"
 
 
 def test_a_layer_takes_the_new_limit_at_once(slower_from, monkeypatch):
