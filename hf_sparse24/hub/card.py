@@ -29,14 +29,14 @@ from ..version import __version__
 from ..weights.sharding import rank
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import TRAINED
-from .losses import Control, Logs, by_step, control_metrics, last_evaluation
+from .losses import Logs, by_step, last_evaluation, metrics_of
 from .picture import write_picture
 
 logger = get_logger(__name__)
 
 Format = Literal["dense", "packed", "training"]
 
-CARD, CHECKPOINT = "README.md", "checkpoint"
+CARD = "README.md"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
 _TRAINING_ON = (
@@ -52,12 +52,11 @@ def make_model_card(
     *,
     format: Format = "dense",
     values: str = "float",
-    checkpoint: bool = False,
     model_id: str | None = None,
     tags: str | Iterable[str] | None = None,
     log_history: Logs = (),
     results: Mapping[str, float] | None = None,
-    dense_control: Control | None = None,
+    dense_control: Mapping[str, float] | None = None,
     control_name: str = "dense control",
     hyperparameters: Mapping[str, object] | None = None,
     plot: str | None = None,
@@ -70,12 +69,11 @@ def make_model_card(
         model: a patched model of Transformers.
         format: of the model's files: an export, `"dense"` or `"packed"`, or a `"training"` checkpoint.
         values: of a packed export, `"float"` or `"int8"`.
-        checkpoint: whether the folder `checkpoint` has the training checkpoint.
         model_id: the repository, as `from_pretrained` takes it; None for the name of the model's class.
         tags: in addition to those of this library and of `model.add_model_tags`.
         log_history: of the run, as `trainer.state.log_history` has it, for the results.
         results: metrics of this model by name; None for the last evaluation in `log_history`.
-        dense_control: the same metrics of a dense run, or its `trainer_state.json`, or the directory that holds one.
+        dense_control: the same metrics of a dense run, such as what its `trainer.evaluate()` returned.
         control_name: what that is, as the head of its column: `"dense model"` for the model before it was pruned.
         hyperparameters: of the training, by name.
         plot: file name or URL of a picture of the training.
@@ -86,7 +84,7 @@ def make_model_card(
         The card, with this library's part between two comments; of `existing`, everything outside them stays.
 
     Raises:
-        ValueError: the model is not patched, the format or `values` is unknown, or `dense_control` has no metrics.
+        ValueError: the model is not patched, or the format or `values` is unknown.
         TypeError: neither an argument nor metadata of a card.
 
     Examples:
@@ -107,9 +105,9 @@ def make_model_card(
     is_dense = _is_dense(model, run, format)
     parts = [
         _summary(model, run, base_model, format, is_dense),
-        _loading(model, run, format, values, model_id or name, checkpoint),
+        _loading(model, run, format, values, model_id or name),
         "" if is_dense or format != "dense" else _TRAINING_ON,
-        _results(ours, control_metrics(dense_control), control_name),
+        _results(metrics_of(ours), metrics_of(dense_control or {}), control_name),
         _training(run, hyperparameters, plot, format),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
         f"{torch.__version__}.",
@@ -133,7 +131,7 @@ def make_model_card(
 
 def write_model_card(model: PreTrainedModel, directory: Path, **details: Any) -> None:
     """Write `README.md` to a directory, with the picture of the training where `log_history` has losses."""
-    picture = write_picture(directory, details.get("log_history", ()), details.get("dense_control"))
+    picture = write_picture(directory, details.get("log_history", ()))
     make_model_card(model, **({"plot": picture.name if picture else None} | details)).save(directory / CARD)
 
 
@@ -201,7 +199,7 @@ def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, for
     return f"{sparse} {zero / total:.1%} of all {_number(total)} parameters are zero."
 
 
-def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str, checkpoint: bool) -> str:
+def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str) -> str:
     name, options = type(model).__name__, ""
     if not hasattr(transformers, name):
         name, options = "AutoModel", ", trust_remote_code=True"
@@ -224,11 +222,6 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
             "hf_sparse24 before you load it**:",
             _python("import hf_sparse24  # without this line, another model computes", *load),
             f"Otherwise Transformers warns of an unknown quantization type, and loads dense weights. {export}",
-        ]
-    if checkpoint:
-        text += [
-            "To train on with the same method, load the training checkpoint, which has the dense master weights:",
-            _python("import hf_sparse24", *load[:-1], f'{load[-1][:-1]}, subfolder="{CHECKPOINT}")'),
         ]
     return "\n\n".join(["## How to load it", *text])
 

@@ -1,27 +1,27 @@
 """The picture of a run, by Matplotlib, an optional package: losses, flip rate and kept magnitude over the steps."""
 
 import math
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from ..progress import get_logger
-from .losses import Control, History, Logs, by_step, control_history, evaluation_losses
+from .losses import History, Logs, by_step
 
 logger = get_logger(__name__)
 
 PICTURE = "training.png"
 MIN_LOGS = 10  # training draws no picture of fewer losses: they are as quickly read in its log
-_SPARSE, _DENSE, _GRID = "#1d5fd1", "#b45309", "#e4e8ee"
+_LINE, _GRID = "#1d5fd1", "#e4e8ee"
 
 
 class Line(NamedTuple):
-    """A line of a panel. An evaluation is thicker, with a mark at every point; a dense run is dashed."""
+    """A line of a panel. An evaluation is thicker, with a mark at every point."""
 
     name: str
     points: Sequence[tuple[int, float]]
-    is_dense: bool = False
     is_evaluation: bool = False
 
 
@@ -29,26 +29,25 @@ def is_available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def write_picture(directory: Path, log_history: Logs, control: Control | None = None) -> Path | None:
+def write_picture(directory: Path, log_history: Logs) -> Path | None:
     """Write a PNG of a run's losses, flip rate and kept magnitude by the optimizer step.
 
     Args:
         directory: where to.
         log_history: of the run, as `trainer.state.log_history` has it.
-        control: a dense run, whose losses are drawn too; metrics by name have no steps, and are not drawn.
 
     Returns:
         The file; None without two logs to join, or without Matplotlib. The same logs give the same bytes.
     """
     history = by_step(log_history)
-    losses = _losses("sparse", history)
+    losses = _losses(history)
     if not losses:
         return None
     if not is_available():
         logger.warning(f"no {PICTURE}, the picture of this run: pip install matplotlib")
         return None
-    panels = {"loss": [*losses, *_losses("dense", control_history(control), is_dense=True)]}
-    panels |= {key.replace("_", " "): _lines("sparse", history, key) for key in ("flip_rate", "kept_magnitude")}
+    panels = {"loss": losses}
+    panels |= {key.replace("_", " "): _lines("training", history, key) for key in ("flip_rate", "kept_magnitude")}
     _draw({title: lines for title, lines in panels.items() if lines}, directory / PICTURE)
     return directory / PICTURE
 
@@ -62,19 +61,19 @@ def draw_training(directory: Path, log_history: Logs) -> None:
             logger.warning(f"no {PICTURE}, the picture of this run: {type(error).__name__}: {error}")
 
 
-def _losses(name: str, history: History, is_dense: bool = False) -> list[Line]:
-    """The training loss of the run called `name`, and its loss on each evaluation set."""
-    found = _lines(f"{name}, training", history, "loss", is_dense)
-    for key in evaluation_losses(history):
-        kind = f"evaluation {key.removeprefix('eval_').removesuffix('loss').strip('_')}".strip()
-        found += [line._replace(is_evaluation=True) for line in _lines(f"{name}, {kind}", history, key, is_dense)]
+def _losses(history: History) -> list[Line]:
+    """The training loss, and the loss on each evaluation set."""
+    found = _lines("training", history, "loss")
+    for key in sorted({key for row in history.values() for key in row if re.fullmatch(r"eval_(.+_)?loss", key)}):
+        name = f"evaluation {key.removeprefix('eval_').removesuffix('loss').strip('_')}".strip()
+        found += [line._replace(is_evaluation=True) for line in _lines(name, history, key)]
     return found
 
 
-def _lines(name: str, history: History, key: str, is_dense: bool = False) -> list[Line]:
+def _lines(name: str, history: History, key: str) -> list[Line]:
     """The one line of what was logged as `key`; none of fewer than two points."""
     points = [(step, row[key]) for step, row in history.items() if key in row]
-    return [Line(name, points, is_dense)] if len(points) > 1 else []
+    return [Line(name, points)] if len(points) > 1 else []
 
 
 def _draw(panels: dict[str, list[Line]], path: Path) -> None:
@@ -90,8 +89,7 @@ def _draw(panels: dict[str, list[Line]], path: Path) -> None:
                 axes.plot(
                     [step for step, _ in line.points],
                     [value if math.isfinite(value) else math.nan for _, value in line.points],
-                    "--" if line.is_dense else "-",
-                    color=_DENSE if line.is_dense else _SPARSE,
+                    color=_LINE,
                     linewidth=1.8 if line.is_evaluation else 1,
                     marker="o" if line.is_evaluation else "",
                     markersize=4,

@@ -21,7 +21,7 @@ from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
-from .card import CARD, CHECKPOINT, Format, check_arguments, describe_checkpoint, read_card, write_model_card
+from .card import CARD, Format, check_arguments, describe_checkpoint, read_card, write_model_card
 from .picture import draw_training
 
 
@@ -31,7 +31,6 @@ def push_to_hub(
     *,
     format: Format = "dense",
     values: str = "float",
-    checkpoint: bool = False,
     processing_class: Any = None,
     commit_message: str | None = None,
     private: bool | None = None,
@@ -53,8 +52,6 @@ def push_to_hub(
         format: `"dense"` or `"packed"`, see `export_model`; or `"training"`, what `save_pretrained` writes, which
             computes the same only where hf_sparse24 is imported.
         values: as of `export_model`.
-        checkpoint: also upload the training checkpoint to the folder `checkpoint`; to train on:
-            `from_pretrained(repo_id, subfolder="checkpoint")`.
         processing_class: a tokenizer or processor to upload with it.
         commit_message: None for what was uploaded.
         private: whether a repository that is made here is private; None for your organisation's default.
@@ -91,9 +88,7 @@ def push_to_hub(
             model.save_pretrained(folder, max_shard_size=max_shard_size)
         else:
             export_model(model, folder, format, max_shard_size, values)
-        if checkpoint:
-            model.save_pretrained(folder / CHECKPOINT, max_shard_size=max_shard_size)
-        write_model_card(model, folder, format=format, values=values, checkpoint=checkpoint, **card)
+        write_model_card(model, folder, format=format, values=values, **card)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         message = commit_message or ("Upload training checkpoint" if format == "training" else "Upload model")
@@ -125,8 +120,7 @@ def _commit(folder: Path, repo_id: str, commit: dict[str, Any]) -> CommitInfo:
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     # `from_pretrained` would take a model.safetensors that is left there, and not the new shards.
     present = HfApi().list_repo_files(repo_id, revision=commit["revision"], token=commit["token"])
-    inside = f"{CHECKPOINT}/" if (folder / CHECKPOINT).exists() else ""
-    outdated = [name for name in present if WEIGHT_FILES.fullmatch(name.removeprefix(inside)) and name not in files]
+    outdated = [name for name in present if WEIGHT_FILES.fullmatch(name) and name not in files]
     added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
     deleted = [CommitOperationDelete(path_in_repo=name) for name in outdated]
     return HfApi().create_commit(repo_id, [*added, *deleted], **commit)

@@ -85,21 +85,6 @@ def test_int8_values_are_pushed_by_a_model_and_by_a_trainer(hub, tmp_path):
         model.push_to_hub(REPO, values="int8")
 
 
-@pytest.mark.usefixtures("dense_math")
-@pytest.mark.parametrize("format", ["dense", "packed"])
-def test_a_training_checkpoint_beside_the_export(hub, format):
-    model = patched()
-    for size in ("60KB", "5GB"):
-        model.push_to_hub(REPO, format=format, checkpoint=True, max_shard_size=size)
-    loaded, to_train = (load(hub, subfolder=name) for name in ("", "checkpoint"))
-    assert patched_config(loaded) is None and patched_config(to_train) is not None
-    assert torch.equal(logits(loaded), logits(model)) and torch.equal(logits(to_train), logits(model))
-    assert sum(name.endswith(".safetensors") for name in hub.files(REPO)) == 2  # no shards of the first push
-    assert f'from_pretrained("{REPO}", subfolder="checkpoint")' in card(hub)
-    model.push_to_hub(REPO, format=format)
-    assert "checkpoint/model.safetensors" in hub.files(REPO) and "subfolder" not in card(hub)
-
-
 def test_a_dense_push_is_what_export_model_writes(hub, tmp_path):
     """`test_export.py` shows that this loads where hf_sparse24 cannot be imported."""
     model = patched()
