@@ -156,32 +156,6 @@ def test_what_cannot_be_done_is_said(tmp_path, capsys, monkeypatch):
     assert "s-ste-no-mvue: waits for the search of s-ste; run the same again" in capsys.readouterr().out
 
 
-def test_claims():
-    """Judged on the seeds that both have."""
-    runs = [
-        *seeds("dense", [3.0, 3.0, 3.0]),
-        *seeds("s-ste", [3.1, 3.2]),
-        *seeds("ste", [3.3, 3.1, 3.2]),
-        *seeds("sr-ste", [3.4, 3.05, 3.3]),
-        *seeds("step", [3.5, 3.15, 3.9]),
-    ]
-    text = methods_page.page(runs)
-    dense = "- `dense` below `s-ste` (every paper: 2:4 costs something): in this order (2 seeds, by +0.100, +0.200)"
-    assert dense in text
-    assert "(SR-STE, section 3): **not in this order**: seeds differ (3 seeds, by -0.100, +0.050, -0.100)" in text
-    assert "(STEP, with Adam): **the reverse** (3 seeds, by -0.100, -0.100, -0.600)" in text
-    assert "below `fixed-mask`" not in text and "t-sr-ste-no-tail" not in text
-
-
-@pytest.mark.parametrize(
-    ("losses", "said"),
-    [([3.1, 3.1, 3.1], False), ([3.1, 3.0, 3.1], True), ([2.9, 2.9], True), ([3.1], False), ([float("nan")], True)],
-)
-def test_what_a_fixed_mask_says_of_the_comparison(losses, said):
-    text = methods_page.page([*seeds("dense", [3.0, 3.0, 3.0]), *seeds("fixed-mask", losses)])
-    assert ("**At this size the comparison cannot rank masks.**" in text) == said
-
-
 def test_training_loss_over_dense_is_of_the_same_seed():
     dense = best_runs(seeds("dense", [3.0, 2.0]), "dense")
     found = best_runs(seeds("ste", [3.1, 2.3, 9.0]), "ste")

