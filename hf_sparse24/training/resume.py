@@ -61,12 +61,12 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
                 with safe_open(path, "pt"):  # compares the length of the file with its header
                     pass
             elif path.name == TRAINER_STATE_NAME or path.name.endswith(("config.json", ".index.json")):
-                absent = [name for name in read_json(path).get("weight_map", {}).values() if not (root / name).exists()]
-                if absent:
-                    return f"{absent[0]} is missing"
+                for name in read_json(path).get("weight_map", {}).values():
+                    if not (path.parent / name).exists():
+                        return f"{name} is missing"
             elif path.suffix in (".pt", ".pth", ".bin") and path.parent == root and not zipfile.is_zipfile(path):
                 return f"{path.name} is cut short or damaged"  # its directory stands at the end
-        except (SafetensorError, ValueError):
+        except (SafetensorError, ValueError, AttributeError, TypeError):
             return f"{path.name} is cut short or damaged"
     # None of these with save_only_model; DeepSpeed has its own.
     absent = [pattern for pattern in _TOGETHER if not any(root.glob(pattern))]

@@ -9,7 +9,8 @@ resumes, and a line for each log of the Trainer, with the keys that trackers get
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from ..files import written_whole
 from ..methods.settings import is_number
 from ..progress import get_logger
 from ..version import __version__
@@ -38,21 +40,26 @@ class RunLog:
         self._is_writable = True
         versions = {name: version(name) for name in ("torch", "transformers", "accelerate")}
         start = {"config": config, "versions": {"hf_sparse24": __version__} | versions}
-        self._write("w", *(_lines_until(self.path, step) if step else ()), _line(step, start))
+        with self._one_warning():
+            lines = [*(_lines_until(self.path, step) if step else ()), _line(step, start)]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.path) as part:  # an earlier run's lines are not lost where the process is killed
+                part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def write(self, step: int, logs: Mapping[str, object]) -> None:
         """Add a line with the numbers of a log."""
-        self._write("a", _line(step, {name: value for name, value in logs.items() if is_number(value)}))
-
-    def _write(self, mode: str, *lines: str) -> None:
+        line = _line(step, {name: value for name, value in logs.items() if is_number(value)})
         if self._is_writable:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.path, mode, encoding="utf-8") as file:
-                    file.writelines(f"{line}\n" for line in lines)
-            except OSError as error:
-                self._is_writable = False  # a line after one that was cut would not be read
-                logger.warning(f"{self.path} cannot be written ({error}): it will lack what is logged from here on")
+            with self._one_warning(), open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+    @contextmanager
+    def _one_warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._is_writable = False  # a line after one that was cut would not be read
+            logger.warning(f"{self.path} cannot be written ({error}): it will lack what is logged from here on")
 
 
 def _line(step: int, entry: Mapping[str, object]) -> str:
