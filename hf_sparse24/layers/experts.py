@@ -16,7 +16,7 @@ Known limit: kernels of the Hub (`use_kernels=True`) read the Parameters from ou
 """
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,6 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
 from .sparse_module import Made, PackedModule, SparseModule, reject_tracing, trained_parameter
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The pruned weight, whose gradient is the master's."""
-
-    @staticmethod
-    def forward(ctx, master: Tensor, pruned: Tensor) -> Tensor:
-        return torch.ops.aten._unsafe_view(pruned, pruned.shape)  # the same memory, and no view that autograd guards
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 class StackedExperts(Made, nn.Module):
@@ -90,8 +78,7 @@ class SparseExperts(StackedExperts, SparseModule):
         pruned = {}
         for weight in weights:
             (out_in,) = weight.encoded([Wanted(PRUNED)], weight.parameter.dtype)
-            stored = weight.storage.out_in(out_in)
-            pruned[weight.name] = cast(Tensor, _StraightThrough.apply(trained_parameter(weight), stored))
+            pruned[weight.name] = trained_parameter(weight, weight.storage.out_in(out_in))
         return self.forward_with(pruned, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -96,7 +96,7 @@ def _grad_weight(gemm: Gemm, grad: Tensor, x: Tensor, key: Tensor | None, backen
     """dW = dZ^T X from `[T, out]` and `[T, in]`."""
     plan = gemm.plan(len(grad), grad.shape[1], x.shape[1], grad.dtype, grad.device, backend)
     if plan.is_sparse:
-        return kernels.sparse_mm(gemm.compress(grad, 0, key, plan), x, plan=plan)
+        return kernels.sparse_mm(gemm.compress(grad, key, plan), x, plan=plan)
     grad, x = _rounded(gemm, "e5m2", gemm.prune(grad, 0, key), x)
     return grad.t() @ x
 

@@ -80,26 +80,30 @@ def reject_tracing() -> None:
         raise RuntimeError(f"ONNX and TorchScript have no 2:4 operators: convert a dense model with zeros, {way}")
 
 
-def trained_parameter(weight: SparseWeight) -> Tensor:
-    """The Parameter for a training forward; where the method keeps zeros, dropped weights get no gradient."""
+def trained_parameter(weight: SparseWeight, pruned: Tensor | None = None) -> Tensor:
+    """The Parameter for a training forward, or the `pruned` weight that stands for it; its gradient is the master's.
+    Where the method keeps zeros, dropped weights get none."""
     parameter = weight.parameter
-    if not (weight.method.keeps_zeros and parameter.requires_grad and torch.is_grad_enabled()):
+    keeps_zeros = weight.method.keeps_zeros and parameter.requires_grad and torch.is_grad_enabled()
+    if pruned is None and not keeps_zeros:
         return parameter
-    return cast(Tensor, _KeptGradient.apply(parameter, weight.mask(packed=True)))
+    mask = weight.mask(packed=True) if keeps_zeros else None
+    return cast(Tensor, _StraightThrough.apply(parameter, parameter.detach() if pruned is None else pruned, mask))
 
 
-class _KeptGradient(torch.autograd.Function):
-    """A weight as it is, with the gradient of `mask * weight`."""
+class _StraightThrough(torch.autograd.Function):
+    """What stands for a master, whose gradient is the master's, or that of `mask * master`."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, mask: Tensor) -> Tensor:
+    def forward(ctx, master: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(mask)
-        return weight.view_as(weight)
+        return torch.ops.aten._unsafe_view(value, value.shape)  # the same memory, and no view that autograd guards
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return kernels.apply_mask(grad, *ctx.saved_tensors), None
+        (mask,) = ctx.saved_tensors
+        return grad if mask is None else kernels.apply_mask(grad, mask), None, None
 
 
 @torch.no_grad()

@@ -55,10 +55,6 @@ class Gemm:
     pattern: Pattern = HARDWARE_PATTERN
     precision: Literal["native", "fp8-simulated"] = "native"
 
-    def __post_init__(self) -> None:
-        if self.estimator not in _ESTIMATES:
-            raise ValueError(f"estimator={self.estimator!r}: must be one of {list(_ESTIMATES)}")
-
     def unsupported(self) -> str | None:
         """Why this GEMM is dense math at every size and on every device; None where sizes and device decide."""
         if self.sparse is None:
@@ -100,27 +96,25 @@ class Gemm:
     def prune(self, operand: Tensor, dim: int, key: Tensor | None) -> Tensor:
         """The operand that is no weight, pruned by the estimator in groups along `dim`: a dense tensor with zeros.
         `key` fixes a random estimator's draw; None for torch's generator."""
-        pattern = _ESTIMATES[self.estimator]
-        if pattern is None:
+        if self.estimator == "none":
             return operand
-        if self.estimator == "magnitude":
-            size = operand.shape[dim]
-            if size % pattern.m:  # tokens need not fill their groups
-                zeros = operand.new_zeros(*operand.shape[:dim], -size % pattern.m, *operand.shape[dim:][1:])
-                operand = torch.cat([operand, zeros], dim)
-            return kernels.nm_prune(operand, *pattern, dim).narrow(dim, 0, size)
-        return kernels.mvue(operand, *pattern, dim, self._mvue_estimator, key=key)
+        if self.estimator != "magnitude":
+            return self._drawn(operand, dim, key)
+        size = operand.shape[dim]
+        if missing := -size % HARDWARE_PATTERN.m:  # tokens need not fill their groups
+            zeros = operand.new_zeros(*operand.shape[:dim], missing, *operand.shape[dim:][1:])
+            operand = torch.cat([operand, zeros], dim)
+        return kernels.nm_prune(operand, *HARDWARE_PATTERN, dim).narrow(dim, 0, size)
 
-    def compress(self, operand: Tensor, dim: int, key: Tensor | None, plan: GemmPlan) -> Tensor:
-        """The pruned operand as the backend of a sparse plan stores it, with rows along `dim`."""
+    def compress(self, operand: Tensor, key: Tensor | None, plan: GemmPlan) -> Tensor:
+        """The operand `[T, out]` pruned along tokens, as the backend of a sparse plan stores it."""
+        form = turned(plan.form)
+        return encode_one(plan.backend, self._drawn(operand, 0, key, form), form)
+
+    def _drawn(self, operand: Tensor, dim: int, key: Tensor | None, form: str = "dense") -> Tensor:
+        how = "approx" if self.estimator == "mvue-approx" else "exact"
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        form = turned(plan.form) if dim == 0 else plan.form
-        estimate = kernels.mvue(operand, n, m, dim, self._mvue_estimator, key=key, form=form)
-        return encode_one(plan.backend, estimate, form)
-
-    @property
-    def _mvue_estimator(self) -> str:
-        return "approx" if self.estimator == "mvue-approx" else "exact"
+        return kernels.mvue(operand, n, m, dim, how, key=key, form=form)
 
 
 class Gemms(NamedTuple):
