@@ -55,11 +55,6 @@ class StackedExperts(Made, nn.Module):
         finally:
             self.running.pop()
 
-    def extra_repr(self) -> str:
-        shapes = {name: (len(weight.master), *weight.sizes) for name, weight in self.sparse24.items()}
-        lines = [f"{name}: experts={n}, in={inputs}, out={out}" for name, (n, out, inputs) in shapes.items()]
-        return "\n".join(line for line in (super().extra_repr(), *lines) if line)
-
 
 class SparseExperts(StackedExperts, SparseModule):
     """Stacked experts with sparse weights."""
@@ -80,10 +75,6 @@ class SparseExperts(StackedExperts, SparseModule):
             (out_in,) = weight.encoded([Wanted(PRUNED)], weight.parameter.dtype)
             pruned[weight.name] = trained_parameter(weight, weight.storage.out_in(out_in))
         return self.forward_with(pruned, *args, **kwargs)
-
-    def extra_repr(self) -> str:
-        weight = next(iter(self.sparse24.values()))
-        return f"{super().extra_repr()}\nmethod={weight.method.name}, phase={weight.run.phase}"
 
 
 class PackedExperts(StackedExperts, PackedModule):

@@ -35,12 +35,9 @@ from .sparse_module import SparseModule, reject_tracing, trained_parameter
 
 
 class _SparseLinearFunction(torch.autograd.Function):
-    """The three GEMMs. `weight` `[out, in]` is there to receive the gradient; it is multiplied by nothing.
-
-    `output_weight` and `input_weight` are the weight operands of the output and the grad_input GEMM, in the forms that
-    their plans take. `input_weight` is None where x needs no gradient, where it is `output_weight`, and where the
-    backward pass makes it by `encode`, because FSDP2 frees the weight in between.
-    """
+    """The three GEMMs. `weight` `[out, in]` is there to receive the gradient; it is multiplied by nothing. The operand
+    of grad_input, `input_weight`, is None where x needs no gradient, where it is `output_weight`, and where backward
+    makes it by `encode`, because FSDP2 frees the weight in between."""
 
     @staticmethod
     def forward(

@@ -123,10 +123,6 @@ class WeightModule(nn.Module):
 
     sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]
-    made_by: ClassVar[str]
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise TypeError(f"{type(self).__name__} is made from a dense module: use {self.made_by}")
 
     def _replicate_for_data_parallel(self):
         way = "start one process for each GPU (torchrun, accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)"
@@ -136,8 +132,6 @@ class WeightModule(nn.Module):
 class PackedModule(WeightModule):
     """The base of packed layers and of packed stacked experts."""
 
-    made_by = "pack_model"
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in self.__dict__.get("sparse24", {}):
             raise ValueError(f"{name} is packed, and cannot be replaced or quantized: call unpack_model(model) first")
@@ -146,8 +140,6 @@ class PackedModule(WeightModule):
 
 class SparseModule(WeightModule):
     """The base of sparse layers and of sparse stacked experts. The method's state is in buffers of the module."""
-
-    made_by = "patch_model"
 
     def __setattr__(self, name, value):
         if type(value).__module__.startswith("torchao.") and name in self.__dict__.get("sparse24", {}):

@@ -49,6 +49,9 @@ class KeptMaskMethod(SparseMethod):
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 
+    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
+        return {"mask_bits": kernels.pack_bits(mask)}
+
     def prune(self, view: WeightView) -> Mask:
         return Mask(view.state["mask_bits"])
 
@@ -72,6 +75,3 @@ class FixedMask(KeptMaskMethod):
     @dataclass(frozen=True, kw_only=True)
     class Settings(MasterSettings, StandardSettings):
         pass
-
-    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.pack_bits(mask)}

@@ -90,12 +90,11 @@ class MaskedAdamW(torch.optim.Optimizer):
         """Run after all parameters have changed."""
 
     def _gather(self, group: Group) -> GroupTensors:
-        """Return a group's parameters that have a gradient, with their state, which is made at the first gradient."""
+        """A group's parameters that have a gradient, with their state, which is made at the first gradient."""
         batch = GroupTensors([], [], [], [], [], [])
         for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
             if parameter.grad.is_sparse:
-                name = type(self).__name__
-                raise RuntimeError(f"{name} does not support sparse gradients; use nn.Embedding(sparse=False)")
+                raise RuntimeError("AdamW does not support sparse gradients; use nn.Embedding(sparse=False)")
             state = self.state[parameter]
             if not state:
                 # On the CPU, as AdamW has it, and in fp32: a bf16 number cannot count beyond 256.
@@ -119,7 +118,7 @@ def _adamw_step(group: Group, batch: GroupTensors) -> None:
 def step_param_groups(
     model: nn.Module, weight_decay: float = 0.01, decay_names: Collection[str] | None = None
 ) -> list[Group]:
-    """Return the trainable parameters of a patched model as groups for a method's optimizer, in a loop of your own.
+    """The trainable parameters of a patched model as groups for a method's optimizer, in a loop of your own.
 
     Args:
         model: a patched model. Its sparse weights go into groups with `"masked": True`.

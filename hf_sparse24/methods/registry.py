@@ -57,16 +57,14 @@ def _check_class(cls: type[SparseMethod]) -> None:
         raise ValueError(f"{cls.__name__} must implement mask, or prune")
     if not {"sparse", "dense"} <= set(cls.phases):
         raise ValueError(f"{cls.__name__}.phases={cls.phases!r}: must have 'sparse' and 'dense' among them")
-    settings = cls.Settings
-    parameters = vars(settings).get("__dataclass_params__")  # of this class, not inherited
-    if not issubclass(settings, MethodSettings) or parameters is None or not parameters.frozen:
-        way = "derive it from MethodSettings, below @dataclass(frozen=True, kw_only=True)"
-        raise ValueError(f"{cls.__name__}.Settings={settings!r}: {way}")
-    for found in dataclasses.fields(settings):
-        if "check" not in found.metadata:
-            raise ValueError(f"{cls.__name__}.Settings.{found.name}: make it by setting(default, check, text)")
-        if found.name in RESERVED:
-            raise ValueError(f"{cls.__name__}.Settings.{found.name}: a config has a field of that name already")
+    settings, name = cls.Settings, f"{cls.__name__}.Settings"
+    if not issubclass(settings, MethodSettings) or "__dataclass_params__" not in vars(settings):  # not inherited ones
+        raise ValueError(f"{name}: derive it from MethodSettings, below @dataclass(frozen=True, kw_only=True)")
+    for field in dataclasses.fields(settings):
+        if "check" not in field.metadata:
+            raise ValueError(f"{name}.{field.name}: make it by setting(default, check, text)")
+        if field.name in RESERVED:
+            raise ValueError(f"{name}.{field.name}: a config has a field of that name already")
 
 
 def method_class(name: object) -> type[SparseMethod]:

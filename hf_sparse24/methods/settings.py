@@ -26,7 +26,6 @@ RESERVED = (*SHARED, *FACTS, "settings", "quant_method", "hf_sparse24_version")
 """Names that no setting can have, because a config has them already."""
 
 GRADIENT_ESTIMATORS = ("dense", "mvue", "mvue-approx", "mvue-1:2")
-
 LENGTH = "an int counts optimizer steps, a float below 1 is a fraction of training"  # for settings with `is_length`
 
 
@@ -68,9 +67,9 @@ def is_non_negative(value: object) -> str | None:
 
 def is_length(value: object) -> str | None:
     """A length of training, as Transformers writes them: an int is optimizer steps, a float below 1 a fraction."""
-    steps = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize
-    fraction = isinstance(value, float) and 0 <= value < 1
-    return None if steps or fraction else "must be an int >= 0 (optimizer steps) or a float in [0, 1) (a fraction)"
+    if is_number(value) and 0 <= value <= (sys.maxsize if isinstance(value, int) else math.nextafter(1, 0)):
+        return None
+    return "must be an int >= 0 (optimizer steps) or a float in [0, 1) (a fraction)"
 
 
 def is_positive_length(value: Any) -> str | None:
@@ -179,7 +178,7 @@ class MasterSettings(MethodSettings):
         super().__post_init__()
         if self.master == "dense":
             return
-        for field in (field for group in (PhaseSettings, GemmSettings) for field in dataclasses.fields(group)):
+        for field in dataclasses.fields(StandardSettings):
             value = getattr(self, field.name, field.default)
             if value != field.default:
                 why = "a packed master has no zeros to train densely, and its GEMMs are dense math"

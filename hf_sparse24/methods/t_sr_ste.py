@@ -68,9 +68,6 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
     def both_ways(self) -> str:
         return self.settings.mask_solver
 
-    def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:
-        return {"mask_bits": kernels.pack_bits(mask)}
-
     def refreshes_state(self, step: int, total_steps: int) -> bool:
         interval = max(1, to_steps(self.settings.mask_interval, total_steps))
         return (step - self.schedule(total_steps).start) % interval == 0

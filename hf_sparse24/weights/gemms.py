@@ -1,7 +1,7 @@
 """The three GEMMs of a linear layer as data: which operand is sparse, how it becomes so, and in what precision.
 
-A method describes its GEMMs once (`SparseMethod.gemms`). The layer runs them, and `hf-sparse24 doctor`, the autotuner
-and planning read them, so there is one place that decides what can run on sparse tensor cores: `Gemm.plan`.
+A method describes its GEMMs once (`SparseMethod.gemms`). The layer runs them, `doctor` and the autotuner read them, so one
+place decides what can run on sparse tensor cores: `Gemm.plan`.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,8 @@ HARDWARE_PATTERN = Pattern(2, 4)
 PRUNED, GRAD_INPUT = "pruned", "grad_input"
 """Names of weight operands: what `SparseMethod.prune` gives, and what `prune_grad_input` does where a method has it."""
 
-_ESTIMATES = {
-    "none": None,
-    "magnitude": Pattern(2, 4),
-    "mvue": Pattern(2, 4),
-    "mvue-approx": Pattern(2, 4),
-    "mvue-1:2": Pattern(1, 2),
-}
+_ESTIMATES: dict[str, Pattern | None] = {"none": None, "mvue-1:2": Pattern(1, 2)}
+_ESTIMATES |= dict.fromkeys(("magnitude", "mvue", "mvue-approx"), HARDWARE_PATTERN)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,10 @@
 
 The library speaks of weights, not of layers: a stack of experts is one weight too.
 
-Where FSDP2 shards a weight, the Parameter is a DTensor, and three things differ:
-
-- State (masks, scales) is computed from the whole weight, which every process gathers for it, so it is the same on all
-  of them, and shards may begin within a group or a tile.
-- FSDP2 gathers the weight for forward and backward and frees it in between. Encodings of it would stay, so none is
-  kept: the backward pass makes its own from the weight that FSDP2 gathers again.
-- What updates weights (masked decay, optimizers) works on the part that this process holds, and `local_mask`.
-
-With tensor parallelism a process computes with its part of a weight alone. The state comes from the whole weight too,
-and is split as the weight is, so a part must hold whole groups.
+Where FSDP2 shards a weight, every process gathers all of it for its state, which is the same on all of them. FSDP2
+gathers the weight for forward and backward and frees it in between, so no encoding is kept: the backward pass makes its
+own. What updates weights works on the part that this process holds, and `local_mask`. With tensor parallelism a process
+computes with its part alone; the state of the whole weight is split as the weight is, so a part must hold whole groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -134,10 +128,8 @@ class SparseWeight:
 
     @torch.no_grad()
     def mask(self, packed: bool = False) -> Tensor:
-        """Which entries the method keeps now: bool in the weight's shape, or packed bits along the last dimension.
-
-        Where the weight is sharded, every process gathers it, and all must call this.
-        """
+        """Which entries the method keeps now: bool in the weight's shape, or packed bits along the last dimension. All
+        processes must call this."""
         return self.storage.stacked([method_mask(self.method, view, packed) for view in self.views()])
 
     @torch.no_grad()

@@ -54,11 +54,11 @@ class Storage:
         gathered_from: with FSDP2, the DTensor that optimizers update, once a pass has gathered it. None otherwise.
         pattern: that its packed form has, if it is stored packed.
         is_split: whether tensor parallelism lets this process compute with its part of the weight alone.
+        has_zeros: whether dropped entries are stored too, so that a method can choose other ones.
     """
 
     pattern: Pattern = Pattern(2, 4)
     has_zeros: ClassVar[bool] = False
-    """Whether dropped entries are stored too, so that a method can choose other ones."""
 
     def __init__(self, module: nn.Module, name: str, input_dim: int, layer: str = ""):
         self.module, self.name, self.input_dim, self.layer = module, name, input_dim, layer

@@ -312,12 +312,6 @@ def test_meta_device(method):
         assert torch.equal(mine.pruned(), theirs.pruned())
 
 
-def test_sparse_layers_are_not_constructed():
-    for cls in (Sparse24Linear, Sparse24Conv1D):
-        with pytest.raises(TypeError, match="use patch_model"):
-            cls(8, 8)
-
-
 def test_a_dense_model_whose_config_says_that_it_is_sparse_is_patched_so(tmp_path):
     """As `from_config` of a sparse model's makes it; its run starts again, whatever phase the other was saved in."""
     other = zoo.build("llama")
