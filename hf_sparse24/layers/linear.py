@@ -131,15 +131,11 @@ class Sparse24Layer(SparseModule):
         tokens, backend = x.numel() // inputs, run.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
         wanted, input_plan, encode = [gemms.output.wanted(output_plan)], None, None
-        if not torch.is_grad_enabled():
-            (output_weight,) = sparse.encoded(wanted, dtype)
-            output = _output(gemms.output, output_plan, gemms.output.prune(x, -1, None), output_weight, bias)
-            return method.adapt_output(x, output, sparse.state.parameters, run.phase)
-        is_compiling = torch.compiler.is_compiling()
-        if self.training and weight.requires_grad and not is_compiling:
+        learns, is_compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        if learns and self.training and weight.requires_grad and not is_compiling:
             run.expect_controller()
         # A graph that is traced asks for every gradient, needed or not.
-        if x.requires_grad or is_compiling:
+        if learns and (x.requires_grad or is_compiling):
             input_plan = gemms.grad_input.plan(tokens, out, inputs, dtype, x.device, backend)
             if sparse.storage.gathered_from is None or is_compiling:
                 wanted.append(gemms.grad_input.wanted(input_plan))

@@ -113,41 +113,36 @@ class SparseMethod:
         pattern: N:M of the config.
 
     Attributes:
+        name: set by `register_method`.
+        Settings: the frozen dataclass of the method's settings.
         gemms: the three GEMMs of a layer, by the settings.
+        phases: in `"dense"` a layer computes with its master weight, in every other with what `prune` makes of it.
+        transposable: whether the weight of the grad_input GEMM is N:M along the output dimension, so that this GEMM can
+            be sparse.
+        mask_is_local: whether the mask of some whole groups of a weight follows from their values and state. Otherwise
+            FSDP2 gathers a sharded weight for its mask.
+        flips_at_refresh: whether masks change only when state is refreshed: the flip rate is then that of the last one.
+        settings_of_state: settings that `init_state` uses, so that they cannot change later.
+        keeps_zeros: whether dropped weights stay zero while the model trains: without a gradient, and left at zero by
+            optimizer steps. Otherwise the gradient goes straight through to the dense master.
     """
 
     name: ClassVar[str]
-    """Set by `register_method`."""
-
     Settings: ClassVar[type[MethodSettings]] = StandardSettings
-    """The frozen dataclass of the method's settings."""
-
     phases: ClassVar[tuple[str, ...]] = ("sparse", DENSE_PHASE)
-    """In `"dense"` a layer computes with its master weight, in every other phase with what the method prunes it to."""
-
     transposable: ClassVar[bool] = False
-    """Whether the weight of the grad_input GEMM is N:M along the output dimension, so that this GEMM can be sparse."""
-
     mask_is_local: ClassVar[bool] = False
-    """Whether the mask of some whole groups of a weight follows from their values and state. Otherwise FSDP2 gathers a
-    sharded weight for its mask."""
-
     flips_at_refresh: ClassVar[bool] = False
-    """Whether the mask changes only when state is refreshed: the flip rate is then that of the last refresh."""
-
     settings_of_state: ClassVar[tuple[str, ...]] = ()
-    """Settings that `init_state` uses, so that they cannot change later."""
-
     keeps_zeros: ClassVar[bool] = False
-    """Whether dropped weights stay zero while the model trains: their gradient is zero, and each optimizer step leaves
-    them at zero. Otherwise the gradient goes straight through to the dense master."""
 
     def __init__(self, settings: Any, pattern: Pattern):
         self.settings, self.pattern = settings, pattern
         names = [f.name for f in fields(GemmSettings)]
         chosen = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-        own = self.overrides("prune_grad_input")
-        self.gemms: Gemms = standard_gemms(pattern, transposable=self.transposable, own_grad_input=own, **chosen)
+        self.gemms: Gemms = standard_gemms(
+            pattern, transposable=self.transposable, own_grad_input=self.overrides("prune_grad_input"), **chosen
+        )
 
     @classmethod
     def overrides(cls, *hooks: str) -> bool:

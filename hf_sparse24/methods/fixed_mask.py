@@ -37,8 +37,7 @@ class KeptMaskMethod(SparseMethod):
     by magnitude unless a subclass returns another `{"mask_bits": kernels.pack_bits(mask)}`."""
 
     mask_is_local = True
-    keeps_fewer: ClassVar[bool] = False
-    """Whether a mask may keep fewer than N of every M."""
+    keeps_fewer: ClassVar[bool] = False  # whether a mask may keep fewer than N of every M
 
     @property
     def both_ways(self) -> str | None:

@@ -12,13 +12,11 @@ Method card
                      dW = MVUE(dZ^T) X, passed straight through to W: no beta, no mask
     Hyper-parameters none; no dense phase
     Known limits     grad_input stays a dense GEMM; only output and (through MVUE) grad_weight can be sparse
-    Deviations       MVUE is exact, the least variance with one random number per group; the authors' code draws twice,
-                     which has more variance (`weight_grad="mvue-approx"`). Tokens that are no multiple of four are
-                     padded with zeros. FP8 is off unless `fp8=True`, which simulates it as the authors' code does; the
-                     paper's GPT-2 results have it. Fine-tuning draws MVUE too; the authors' fine-tuning scripts do not
-                     (`weight_grad="dense"`, as our recipes set it). beta = 1 for a weight whose S(W) is all zeros (the
-                     formula divides by zero). The mask shown in metrics keeps the lower index at ties, the public code
-                     the higher.
+    Deviations       MVUE as in `t-sr-ste`. FP8 is off unless `fp8=True`, which simulates it as the authors' code does;
+                     the paper's GPT-2 results have it. Fine-tuning draws MVUE too; the authors' fine-tuning scripts do
+                     not (`weight_grad="dense"`, as our recipes set it). beta = 1 for a weight whose S(W) is all zeros
+                     (the formula divides by zero). The mask shown in metrics keeps the lower index at ties, the public
+                     code the higher.
     Measured here    recipes/results/methods.md, on a small Llama; docs/measured/pretrained.md, on SmolLM2-135M
     Reference        Hu et al. 2024 (arXiv 2409.09099), section 4.
 """

@@ -12,18 +12,17 @@ Method card
                      N(0, 1) [in, r] and B zero [r, out] at first. The weight goes on training
     Hyper-parameters initial_mask: "random" is the paper's; "magnitude" is that of the authors' code, and our default.
                      With it a trained model keeps more of what it learned, and the mask of random initial weights is
-                     uniform too. "transposable" is ours: C then drops nothing, and R
-                     drops more. adapter_rank: 0 is exactly 2:4; the paper takes 4, 16 and 64 at a width of 1024, in
-                     the last 1 % of steps (`adapter_steps`)
+                     uniform too. "transposable" is ours: C then drops nothing, and R drops more. adapter_rank: 0 is
+                     exactly 2:4; the paper takes 4, 16 and 64 at a width of 1024, in the last 1 % of steps
     Bias of dX       the paper shows dX to be unbiased for a column mask that is uniformly random, with M/N as factor.
                      Its C is by magnitude and without a factor, in its code as here, so dX is biased. Of Gaussian
                      weights, C keeps 88 % of the L1 norm of R * W with R by magnitude, 92 % with R at random
     Known limits     both sizes of a layer must be multiples of M. Stacked experts stay dense, as they have one weight
-                     for both passes. "random" drops half of a trained model, also of one whose zeros are there by
-                     another mask. Merged adapters make a weight dense: with them only the dense export works, and
-                     it has no zeros in these weights; a dense tail is refused. A schedule that decays to zero leaves
-                     the last 1 % almost no learning rate: give adapters longer. Until they take part they have no
-                     gradient, so DDP needs `find_unused_parameters=True`; tensor parallelism is refused with them
+                     for both passes. "random" drops half of a trained model, also of one that has zeros already.
+                     Merged adapters make a weight dense: only the dense export works, without zeros in these weights.
+                     A schedule that decays to zero leaves the last 1 % almost no learning rate: give adapters longer.
+                     Until they take part they have no gradient, so DDP needs `find_unused_parameters=True`; tensor
+                     parallelism and a dense tail are refused with them
     Deviations       C is made once in each step; the authors' fast code makes it every 100 steps, their other code in
                      each backward pass. Their Parameter has the kept values alone, as ours with `master="packed"`.
                      Adapters decay by the optimizer's groups (theirs: 1e-4). Their kernel computes X W and X A at once

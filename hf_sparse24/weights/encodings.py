@@ -46,7 +46,7 @@ class _Kept(NamedTuple):
 
 
 class Encodings:
-    """The encodings of one weight. A copy starts empty: they are derived."""
+    """The encodings of one weight."""
 
     def __init__(self) -> None:
         # Replaced whole: threads that share a model never see half of it.
@@ -77,9 +77,6 @@ class Encodings:
         if keep:
             self._kept = kept
         return [kept.tensors[one] for one in wanted]
-
-    def __reduce__(self):
-        return Encodings, ()
 
 
 def _may_be_kept(step: object | None, tensors: Sequence[Tensor]) -> bool:

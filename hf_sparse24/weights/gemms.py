@@ -1,6 +1,6 @@
 """The three GEMMs of a linear layer as data: which operand is sparse, how it becomes so, and in what precision.
 
-A method describes its GEMMs once (`SparseMethod.gemms`). The layer runs them, `doctor` and the autotuner read them, so one
+A method describes its GEMMs once (`SparseMethod.gemms`). The layer runs them, `doctor` and the autotuner read them: one
 place decides what can run on sparse tensor cores: `Gemm.plan`.
 """
 

@@ -111,7 +111,7 @@ def check_supported(name: str, parameter: Tensor) -> None:
 
 
 def check_whole(name: str, parameter: Tensor) -> None:
-    """Raise ValueError where a process holds only a part of the weight `name`, with what has split it."""
+    """Raise ValueError where a process holds only a part of the weight `name`."""
     check_supported(name, parameter)
     if is_sharded(parameter):
         raise ValueError(f"{name} is a DTensor, sharded by FSDP2 or tensor parallelism; do this before sharding")

@@ -183,7 +183,7 @@ class SparseWeight:
         self.encodings = Encodings()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"rng_key": None}  # its controller's
+        return self.__dict__ | {"rng_key": None, "encodings": Encodings()}  # its controller's; derived
 
     @torch.no_grad()
     def _encode(self, dtype: torch.dtype, wanted: Sequence[Wanted]) -> list[Tensor]:
