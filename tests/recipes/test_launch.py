@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import stdlib_text
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from paths import RECIPES, ROOT, SUPPORT
+from paths import RECIPES, ROOT
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import sparse_weights
@@ -113,26 +112,6 @@ def test_two_processes_train_as_one_does(tmp_path, data, single):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
-def test_ranks_agree_and_resume(tmp_path, data, method):
-    """By torchrun: weights, masks and state are equal on both ranks, also after an interrupted run went on."""
-    sparse24 = {"s-ste": {}, "t-sr-ste": {"mask_interval": 3}}[method]
-    settings = {"method": method, "sparse24": json.dumps(sparse24), "per_device_train_batch_size": 4}
-    settings |= {"save_strategy": "steps", "save_steps": 6}
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, SUPPORT / "launched.py")
-    out = run(tmp_path, *torchrun, *flags(data, tmp_path / "out", **settings))
-    assert "2 ranks agree in 4 weights" in out
-    whole = losses(tmp_path / "out")
-    assert whole[-1] < whole[0] - 0.3
-
-    shutil.rmtree(tmp_path / "out" / "checkpoint-12")
-    out = run(tmp_path, *torchrun, *flags(data, tmp_path / "out", **settings, resume_from_checkpoint=True))
-    assert "2 ranks agree in 4 weights" in out
-    assert losses(tmp_path / "out") == pytest.approx(whole, abs=1e-3)
-    assert sparse_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
-
-
-@pytest.mark.slow
 def test_fsdp2_on_a_cpu_trains_as_one_process_does(tmp_path, data, single):
     """By `--distributed`, which accelerate's way cannot: it turns FSDP on a CPU into DDP."""
     sharded = {"method": "sr-ste", "per_device_train_batch_size": 4, "distributed": json.dumps({"fsdp_size": 2})}
@@ -143,13 +122,3 @@ def test_fsdp2_on_a_cpu_trains_as_one_process_does(tmp_path, data, single):
     assert sparse_weights(gathered).keys() == sparse_weights(whole).keys()
     for name, parameter in whole.named_parameters():
         assert torch.allclose(gathered.get_parameter(name), parameter, atol=2e-3), name
-
-
-@pytest.mark.slow
-def test_tensor_parallel_models_compute_what_whole_ones_do(tmp_path, data):
-    llama = [str(RECIPES / "pretrain" / f"{name}.yaml") for name in ("llama", "llama-toy", "toy")]
-    settings = flags(data, tmp_path, method="sr-ste", distributed=json.dumps({"tp_size": 2}))[len(TOY) :]
-    settings = [flag for flag in settings if not flag.startswith("--config_overrides")]
-    script = SUPPORT / "launched_tp.py"
-    out = run(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script, *llama, *settings)
-    assert all(f"rank {rank}: 12 weights agree" in out for rank in (0, 1))

@@ -82,11 +82,3 @@ def test_what_a_failed_library_printed_is_shown(tmp_path, material, monkeypatch)
     monkeypatch.setattr(baselines, "environment", lambda *_: python)
     with pytest.raises(RuntimeError, match=r"(?s)modelopt, wanda failed \(exit 3\).*no kernel for this device"):
         baselines.pruned_by(material, "modelopt", "wanda", with_own=False)
-
-
-def test_an_environment_is_made_once(tmp_path, monkeypatch):
-    (tmp_path / "requirements.txt").write_text("a==1\nb==2")
-    monkeypatch.setattr("venv.create", None)
-    assert baselines.environment(tmp_path, ["a==1", "b==2"]) == tmp_path / "bin" / "python"
-    with pytest.raises(TypeError):
-        baselines.environment(tmp_path, ["a==2", "b==2"])

@@ -12,7 +12,6 @@ from contextlib import redirect_stdout, suppress
 from itertools import product
 from types import SimpleNamespace
 
-import compare_methods as methods
 import mask_quality
 import pytest
 import quickstart
@@ -125,39 +124,6 @@ def test_quickstart_interrupted(tmp_path):
         process.kill()  # nothing where it has ended
     assert process.returncode == 130, errors[-2000:]
     assert "interrupted" in errors and ("Traceback" not in errors or "Exception ignored in" in errors)
-
-
-@pytest.mark.slow
-def test_methods_page(tmp_path, capsys, monkeypatch):
-    """Runs are kept and not repeated; the page tells what is there, the reverse of a claim included."""
-    stdlib_text.prepare(tmp_path / "text", 300, max_files=60)
-    results = tmp_path / "results" / "methods"
-    common = ["--results", str(results), "--data", str(tmp_path / "text"), "--steps", "10"]
-    monkeypatch.setattr(methods, "START", methods.LEARNING_RATES[3:4])
-    monkeypatch.setattr(methods, "LEARNING_RATES", methods.START)
-    monkeypatch.setattr(methods, "SEEDS", (0,))
-    monkeypatch.setattr(methods, "RATE_OF", {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stdlib_text, "prepare", lambda directory: directory)
-        methods.main([*common, "--only", "dense"])
-        methods.main([*common, "--only", "dense", "ste", "--shard", "1/2"])
-        (rate,) = methods.START
-        dense, ste = (results / f"{variant}-lr{rate:g}-seed0.json" for variant in ("dense", "ste"))
-        assert {*results.glob("*.json")} == {dense, ste}
-        before = ste.stat().st_mtime_ns
-        methods.main([*common, "--only", "ste"])
-    assert ste.stat().st_mtime_ns == before
-    saved = json.loads(ste.read_text())
-    assert saved["sparse24"]["method"] == "ste" and saved["eval_loss"] > 0 and saved["steps"] == [5, 10]
-    assert saved["tokens"] == 10 * 8 * 128 and saved["model"] == "llama"
-    # A made-up sr-ste run that is worse than ste: a claim that does not hold must be said not to.
-    saved |= {"variant": "sr-ste", "eval_loss": saved["eval_loss"] + 1}
-    (results / f"sr-ste-lr{rate:g}-seed0.json").write_text(json.dumps(saved))
-    methods.main([*common, "--report"])
-    page = (results / "methods.md").read_text()
-    (row,) = (line for line in page.splitlines() if line.startswith("| `ste` |") and "straight-through" in line)
-    assert f"| {rate:g} |" in row and "from 3 runs" in page
-    assert "- `sr-ste` below `ste` (SR-STE, section 3): **the reverse** (1 seed, by -1.000)" in page
 
 
 def test_mask_diversity():

@@ -103,14 +103,6 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     assert losses("whole") == whole  # which are not run again
 
 
-def test_a_run_in_another_dtype_than_its_dense_control_is_left_out(tmp_path, monkeypatch, capsys):
-    (tmp_path / "5.5M-dense-seed0.json").write_text('{"dtype": "bf16"}')
-    for dtype, left in (("bf16", 4), ("fp32", 0)):
-        monkeypatch.setattr(scaling, "dtype", lambda dtype=dtype: dtype)
-        scaling.main(["--list", "--sizes", "5.5M", "--results", str(tmp_path)])
-        assert capsys.readouterr().out.count("learning rate") == left
-
-
 def a_run(size, variant, loss, seed=0, factor=1.0):
     parameters = {"small": 1_000_000, "large": 4_000_000}[size]
     found = {"size": size, "variant": variant, "eval_loss": loss, "seed": seed, "factor": factor}
