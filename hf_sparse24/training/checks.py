@@ -1,8 +1,8 @@
 """Checks before training starts: the engine, agreement of the processes, and the reference model of TRL's trainers."""
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,9 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, o
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     state = [tensor for weight in weights.values() for tensor in weight.state.values()]
-    hashes = [_hash(tensor) for tensor in state if not is_sharded(tensor) and not tensor.is_meta]  # what each has whole
-    facts = settings | {"the sparse weights": _digest(list(weights)), "masks and scales": _digest(hashes)}
+    whole = [tensor for tensor in state if not is_sharded(tensor) and not tensor.is_meta]
+    names, masks = crc32(repr([*weights]).encode()), crc32(repr([*map(_checksum, whole)]).encode())
+    facts = settings | {"the sparse weights": names, "masks and scales": masks}
     of_all: list[dict[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_all, facts)
     first = of_all[0]
@@ -58,14 +59,8 @@ def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, o
             raise ValueError(f"process {number} differs from process 0 in {shown}; {way}")
 
 
-def _hash(tensor: Tensor) -> int:
-    # Also the sum by rows: an exclusive or forgets the order.
-    rows = tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
-    return hash(tuple(torch.hash_tensor(rows, dim=1).tolist())) if rows.numel() else 0
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+def _checksum(tensor: Tensor) -> int:
+    return crc32(tensor.detach().flatten().contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
 
 def check_masters_unread(trainer: Trainer) -> None:

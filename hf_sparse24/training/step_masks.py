@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 from sparse24_kernels.decay import foreach_masked_decay_
-from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
@@ -45,17 +44,14 @@ class StepMasks:
         self._find_trained()  # layers may have been unfrozen since
         # Where masks change at refreshes alone, `finish_step` measures their flips.
         if measures_flips and not self._run.method.flips_at_refresh:
-            self._before = {name: self.mask(name, packed=True) for name in first_of_each(self._weights)}
+            self._before = {name: self.mask(name) for name in first_of_each(self._weights)}
         for weight in self._weights.values():
             weight.clear_encodings()  # the optimizer can use the memory
 
-    def mask(self, name: str, packed: bool = False) -> Tensor:
-        """The mask of what this process updates of a weight, made once in a step however often it is used."""
+    def mask(self, name: str) -> Tensor:
+        """The mask, as packed bits, of what this process updates of a weight, made once in a step."""
         if name not in self._masks:
-            weight = self._weights[name]
-            # Bits are an eighth of the memory. In plain PyTorch packing costs more than it saves.
-            has_kernels = choose_kernels(weight.master.device, operator="nm_mask").implementation != "reference"
-            self._masks[name] = weight.local_mask(packed=packed or has_kernels)
+            self._masks[name] = self._weights[name].local_mask(packed=True)
         return self._masks[name]
 
     def finish_step(self, refreshes: bool) -> None:

@@ -219,6 +219,7 @@ class Sparse24Trainer(Trainer):
         hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
         asked: dict[str, Any] = {
             "token": self.args.hub_token,
+            "private": self.args.hub_private_repo,
             "revision": self.args.hub_revision,
             "commit_message": commit_message,
             "processing_class": self.processing_class,
@@ -227,12 +228,10 @@ class Sparse24Trainer(Trainer):
         }
         given = {_CARD_NAMES.get(name, name): value for name, value in options.items() if value is not None}
         asked |= {name: value for name, value in given.items() if name not in _NOT_IN_CARDS}
-        if self.hub_model_id is None:
-            private = {"private": asked["private"]} if "private" in asked else {}  # Transformers 5.11 takes none
-            self.init_hf_repo(token=asked["token"], **private)
+        repo_id = self.hub_model_id or self.args.hub_model_id or Path(str(self.args.output_dir)).resolve().name
         self.save_model(_internal_call=True)
         self._finish_current_push()
-        return extensions.hub.push(model, str(self.hub_model_id), **asked)
+        return extensions.hub.push(model, str(repo_id), **asked)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         if self.state.global_step > self.state.max_steps:

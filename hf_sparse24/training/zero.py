@@ -51,17 +51,18 @@ class ZeroOptimizer:
         """The groups of the optimizer below, with the model's Parameters; within its step, the group that it takes."""
         owners = zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups)
         parameters = {id(flat): held for flat, held in owners}
-        return [group | {"params": parameters[id(_flat(group))]} for group in self.zero.optimizer.param_groups]
+        return [group | {"params": parameters[id(group["params"][0])]} for group in self.zero.optimizer.param_groups]
 
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """Within a step of the optimizer below, this process's pieces of the weights whose gradients it uses."""
         (group,), (held,) = self.zero.optimizer.param_groups, self.param_groups
-        ids, flat = {id(parameter) for parameter in held["params"]}, _flat(group)
-        return [
-            _piece(name, weight, flat, group["lr"])
-            for name, weight in first_of_each(weights).items()
-            if id(weight.master) in ids and _mapping(weight) is not None
-        ]
+        ids, pieces = {id(parameter) for parameter in held["params"]}, []
+        for name, weight in first_of_each(weights).items():
+            parameter: Any = weight.parameter
+            # DeepSpeed says in `_hp_mapping` where it has put this process's piece, if there is one.
+            if id(weight.master) in ids and parameter._hp_mapping is not None:
+                pieces.append(_piece(name, weight, parameter._hp_mapping, group["params"][0], group["lr"]))
+        return pieces
 
     def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Self]:
         """Call `before` and `after` around each step, and `change` when the gradients of a group are final. A step that
@@ -97,9 +98,8 @@ class ZeroOptimizer:
             del self.zero.step
 
 
-def _piece(name: str, weight: SparseWeight, flat: Tensor, learning_rate: float) -> Piece:
+def _piece(name: str, weight: SparseWeight, mapping: Any, flat: Tensor, learning_rate: float) -> Piece:
     """This process's fp32 piece of a weight, in the piece `flat` of its group, whose gradient is final."""
-    mapping = _mapping(weight)
     in_weight, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
 
     def mask() -> Tensor:
@@ -108,13 +108,3 @@ def _piece(name: str, weight: SparseWeight, flat: Tensor, learning_rate: float) 
 
     values, gradient = (x.detach().narrow(0, in_flat.start, in_flat.numel) for x in (flat, cast(Tensor, flat.grad)))
     return Piece(name, values, gradient, learning_rate, mask)
-
-
-def _mapping(weight: SparseWeight) -> Any:
-    """Where ZeRO has put this process's piece of a weight; None where it has none of it."""
-    return weight.parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed adds it to Parameters
-
-
-def _flat(group: Group) -> Tensor:
-    (flat,) = group["params"]
-    return flat
