@@ -8,7 +8,7 @@ Hu et al. 2024 (arXiv 2404.01847), section 4.2, eq. (10); the regulariser is SR-
 from dataclasses import dataclass
 
 import torch
-from sparse24_kernels.decay import foreach_masked_decay_
+from sparse24_kernels.decay import masked_decay_
 
 from .base import Piece, SparseMethod, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
@@ -54,9 +54,8 @@ class MaskedDecayMethod(SparseMethod):
         decay = self.settings.masked_decay
         if not decay or context.is_dense:
             return
-        values, masks = [piece.values for piece in pieces], [piece.mask for piece in pieces]
-        if self.settings.decay_on == "gradient":
-            gradients = [piece.gradient for piece in pieces]
-            foreach_masked_decay_(gradients, values, masks, [decay] * len(pieces))
-        else:
-            foreach_masked_decay_(values, values, masks, [-decay * piece.learning_rate for piece in pieces])
+        for piece in pieces:
+            if self.settings.decay_on == "gradient":
+                masked_decay_(piece.gradient, piece.values, piece.mask, decay)
+            else:
+                masked_decay_(piece.values, piece.values, piece.mask, -decay * piece.learning_rate)

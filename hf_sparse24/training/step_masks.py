@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from sparse24_kernels.decay import foreach_masked_decay_
+from sparse24_kernels.decay import masked_decay_
 from sparse24_kernels.masks import count_flips
 from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
@@ -97,8 +97,9 @@ class StepMasks:
         """Set what the masks drop to zero: moments of a dense start and optimizers such as Muon move it without a
         gradient, and a patched dense model begins with its own weights."""
         weights = [weight for weight in first_of_each(self.trained).values() if weight.master.requires_grad]
-        values, masks = [local(w.master) for w in weights], [w.local_mask(packed=True) for w in weights]
-        foreach_masked_decay_(values, values, masks, [-1.0] * len(weights))  # w - w
+        for weight in weights:
+            values = local(weight.master)
+            masked_decay_(values, values, weight.local_mask(packed=True), -1.0)  # w - w
 
 
 def trains(weight: SparseWeight) -> bool:

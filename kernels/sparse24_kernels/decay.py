@@ -1,13 +1,12 @@
 """Masked decay: a term added to the gradient that pulls pruned weights towards zero."""
 
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .checks import check_device, check_floating, check_is, check_mask, check_tensors, described
+from .checks import check_device, check_floating, check_mask, described
 from .dispatch import implementation
 
 
@@ -34,32 +33,16 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
         >>> masked_decay_(torch.zeros(4), weight, nm_mask(weight), alpha=0.5)
         tensor([0.0000, 0.0000, 0.5000, 0.2500])
     """
-    check_is(Tensor, "masked_decay_", grad=grad, weight=weight, mask=mask)
-    foreach_masked_decay_([grad], [weight], [mask], [alpha])
+    check_floating("masked_decay_", grad=grad, weight=weight)
+    if not isinstance(alpha, (int, float)) or not abs(alpha) <= sys.float_info.max:
+        raise ValueError(f"masked_decay_: alpha={described(alpha)}: must be a finite number")
+    if grad.shape != weight.shape:
+        got = f"{tuple(grad.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"masked_decay_ needs gradient and weight of one shape, got {got}")
+    check_mask("masked_decay_", mask, weight)
+    check_device("masked_decay_", grad, weight, mask)
+    decay = reference.decay.masked_decay_
+    if grad.device.type == "cpu" and not torch.compiler.is_compiling():
+        decay = implementation("masked_decay_", grad)
+    decay(grad, weight, mask, float(alpha))
     return grad
-
-
-def foreach_masked_decay_(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], masks: Sequence[Tensor], alphas: Sequence[float]
-) -> None:
-    """`masked_decay_` for lists of gradients, weights, masks and strengths, on any devices. ValueError as there."""
-    check_tensors("foreach_masked_decay_", grads=grads, weights=weights, masks=masks)
-    if not isinstance(alphas, (list, tuple)):
-        raise ValueError(f"foreach_masked_decay_: alphas={described(alphas)}: must be a list of numbers")
-    lengths = [len(each) for each in (grads, weights, masks, alphas)]
-    if len({*lengths}) > 1:
-        raise ValueError(f"foreach_masked_decay_ needs as many gradients as weights, masks and alphas, got {lengths}")
-    for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
-        check_floating("masked_decay_", grad=grad, weight=weight)
-        if not isinstance(alpha, (int, float)) or not abs(alpha) <= sys.float_info.max:
-            raise ValueError(f"masked_decay_: alpha={described(alpha)}: must be a finite number")
-        if grad.shape != weight.shape:
-            got = f"{tuple(grad.shape)} and {tuple(weight.shape)}"
-            raise ValueError(f"masked_decay_ needs gradient and weight of one shape, got {got}")
-        check_mask("masked_decay_", mask, weight)
-        check_device("masked_decay_", grad, weight, mask)
-    for grad, weight, mask, alpha in zip(grads, weights, masks, alphas):
-        decay = reference.decay.masked_decay_
-        if grad.device.type == "cpu" and not torch.compiler.is_compiling():
-            decay = implementation("masked_decay_", grad)
-        decay(grad, weight, mask, float(alpha))

@@ -11,7 +11,6 @@ import torch
 from backends import unregister_backend
 from cslt import sparse_plan, stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels import gemm
-from sparse24_kernels.decay import foreach_masked_decay_
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import linear_problem
@@ -26,7 +25,7 @@ MASK, PACKED, W = X > 0, kernels.pack_nm(X), kernels.nm_prune(X)
 PROBLEM = linear_problem(16, 16, 32, BF16)
 PATTERN = {"n": 2, "m": 4, "dim": -1}
 NAMED = SimpleNamespace(name="a test's")
-ELSEWHERE = (choose_backend, choose_kernels, count_flips, foreach_masked_decay_, fp8_simulate)
+ELSEWHERE = (choose_backend, choose_kernels, count_flips, fp8_simulate)
 ELSEWHERE += (gather_nm, prune_forms)
 PUBLIC = {name: getattr(package, name) for package in (kernels, gemm) for name in package.__all__}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
@@ -37,7 +36,6 @@ CALLS = {
     "choose_backend": {"device": CPU},
     "choose_kernels": {"device": CPU, "dtype": BF16, "operator": "prune"},
     "count_flips": {"before": [MASK], "after": [MASK]},
-    "foreach_masked_decay_": {"grads": [X.clone()], "weights": [X], "masks": [MASK], "alphas": [0.1]},
     "fp8_simulate": {"x": X, "format": "e4m3"},
     "gated_activation": {"gate": X, "up": X, "kind": "swiglu"},
     "gather_nm": {"matrix": X, "mask": PACKED.mask},
@@ -96,7 +94,7 @@ def is_ours(error: BaseException, function: str, what: str) -> bool:
     code = frame.tb_frame.f_code
     in_our_check = code.co_filename.startswith(OURS) and "raise ValueError" in inspect.getsource(code)
     word = {"requested": "backend", "forms": "form"}.get(what, what)
-    named = re.search(rf"{function.removeprefix('foreach_')}|\b{word}", str(error))
+    named = re.search(rf"{function}|\b{word}", str(error))
     return type(error) is ValueError and in_our_check and named is not None
 
 

@@ -18,8 +18,8 @@ PROBLEM = GemmProblem(128, 4096, 256, torch.bfloat16, True)
 
 def reset():
     """As a new process starts."""
-    autotune._given.clear()
-    autotune._tables.clear()
+    autotune._decide.cache_clear()
+    autotune._table.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,11 @@ pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="no kernels for 
 @pytest.fixture(autouse=True)
 def own_table(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSE24_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "_given", {})
-    monkeypatch.setattr(autotune, "_tables", [])
+    for cached in (autotune._decide, autotune._table):
+        cached.cache_clear()
+    yield
+    for cached in (autotune._decide, autotune._table):
+        cached.cache_clear()
 
 
 def plan(problem):

@@ -4,16 +4,15 @@ math where nothing was measured.
 Measurements are kept in `gemms.json` in the user's cache folder, by environment and problem. Each holds for a *bucket*
 of n (`problem.bucket`), measured at its largest n. So varying batch shapes need no measurement each, and a graph that
 torch.compile makes for a dynamic n holds for the whole bucket. A verdict stays the same until the process ends or
-`tune` measures its bucket.
+`tune` measures.
 """
 
 import json
 import logging
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,9 +72,6 @@ class Verdict(NamedTuple):
 
 
 _log = logging.getLogger(__name__)
-_given: dict[tuple[GemmProblem, torch.device], Verdict] = {}
-_tables: list[Table] = []  # one, once it is read
-_lock = threading.RLock()  # autograd plans in its threads
 
 
 def current_environment(device: torch.device) -> str:
@@ -122,24 +118,14 @@ def verdict_of(problem: GemmProblem, device: torch.device) -> Verdict:
 
 @torch.compiler.assume_constant_result
 def _verdict(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool, device: torch.device) -> Verdict:
-    key = GemmProblem(m, n, k, dtype, transposed), device
-    verdict = _given.get(key)
-    if verdict is None:
-        with _lock:
-            verdict = _given.setdefault(key, _decide(*key))
-    return verdict
+    return _decide(GemmProblem(m, n, k, dtype, transposed), device)
 
 
+@cache  # every layer asks in every step
 def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
     if reason := unsupported_device(device) or unsupported_matrix(problem, device):
         return Verdict("dense", reason=reason, measured=False)
-    if not _tables:
-        try:
-            _tables.append(read())
-        except (OSError, RuntimeError) as error:  # such as a folder of another user
-            warnings.warn(f"{error}: no GEMM is tuned", stacklevel=2)
-            _tables.append({})
-    found = _tables[0].get((current_environment(device), problem))
+    found = _table().get((current_environment(device), problem))
     if found is None:
         return Verdict("dense", reason=NOT_TUNED, measured=False)
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
@@ -153,6 +139,15 @@ def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
     elif dense_us < MARGIN * host_us:  # a step of many such calls would wait for the host
         backend, reason = "dense", f"{reason}, but the host takes {host_us:.1f} us to start it"
     return Verdict(backend, algorithm, sparse_us, dense_us, reason)
+
+
+@cache
+def _table() -> Table:
+    try:
+        return read()
+    except (OSError, RuntimeError) as error:  # such as a folder of another user
+        warnings.warn(f"{error}: no GEMM is tuned", stacklevel=2)
+        return {}
 
 
 @torch.compiler.assume_constant_result
@@ -222,13 +217,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _remember(problem: GemmProblem, device: torch.device, found: Measured | str) -> None:
-    with _lock, file_lock(table_path()):
-        table = read() | {(current_environment(device), problem): found}  # others may have saved theirs meanwhile
-        write(table)
-        _tables[:] = [table]
-        for key in [key for key in _given if key[0] == problem]:
-            del _given[key]
-    for forget in limits.ON_CHANGE:
+    with file_lock(table_path()):  # others may have saved theirs meanwhile
+        write(read() | {(current_environment(device), problem): found})
+    for forget in (_table.cache_clear, _decide.cache_clear, *limits.ON_CHANGE):
         forget()
 
 
