@@ -1,13 +1,13 @@
 """export_model writes checkpoints to share: `dense` loads in every engine, `packed` has 9/16 of the bytes in bf16.
 
-Tensors are computed and written one at a time, so an export needs little memory besides the model.
+Tensors are computed one file at a time, so an export needs the memory of one file besides the model.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from ..weights.storage import PACKED, TRAINED
 from .lazy_tensors import NOT_FINITE, LazyTensors, dense_tensors, packed_tensors
 from .manifest import FORMATS, MANIFEST, SparseGroups, sparse_dim, write_manifest
 from .replacing import CONFIG, replaced_model
-from .safetensors_file import MARK, read_headers, write_safetensors
+from .safetensors_file import read_headers, write_safetensors
 
 logger = get_logger(__name__)
 
@@ -69,8 +69,9 @@ def export_model(
         model: a patched model, without adapters; DDP, DataParallel and torch.compile are looked through. All processes
             that share its weights by FSDP2 or tensor parallelism call this together, and the first one writes.
             Otherwise export in one process of many.
-        directory: made if absent. An export in it is replaced as a whole: at every instant, also where the process is
-            killed, the directory has the old model or the new one. Other files, such as a tokenizer's, stay.
+        directory: made if absent. An export in it is replaced as a whole, once the new files are complete. Where a
+            process is killed as it replaces files, nothing loads, never a mixture. Other files, such as a tokenizer's,
+            stay.
         format: `"dense"`, ordinary weights with zeros in them, which any engine reads; `"packed"`, sparse weights
             without their zeros, 9/16 of their bytes in bf16 at 2:4 or 16:32, which `from_pretrained` reads with
             hf_sparse24 imported.
@@ -198,25 +199,20 @@ def _write_weights(new: Path, files: Files, index_name: str, fingerprint: str) -
     size = 0
     with Progress("export", sum(map(len, files.values())), "tensor", logger.info) as progress:
         for file, group in files.items():
-            like = {name: tensor for lazy in group for name, tensor in lazy.like.items()}
-            tensors = _computed(group, sparse, progress)
-            hashes[file] = write_safetensors(new / file, like, tensors, {"format": "pt", MARK: fingerprint})
-            weight_map |= dict.fromkeys(like, file)
-            size += sum(tensor.nbytes for tensor in like.values())
+            tensors: dict[str, Tensor] = {}
+            for lazy in group:
+                for name, tensor in lazy.compute().items():
+                    if lazy.groups is not None and (dim := sparse_dim(tensor, *lazy.groups)) is not None:
+                        sparse[name] = (dim, lazy.groups[1])
+                    tensors[name] = tensor.detach().cpu().contiguous()
+                progress.update()
+            hashes[file] = write_safetensors(new / file, tensors, fingerprint)
+            weight_map |= dict.fromkeys(tensors, file)
+            size += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1 or index_name == PACKED_INDEX:  # which from_pretrained reads, also where it names one file
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (new / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return sparse, hashes
-
-
-def _computed(group: list[LazyTensors], sparse: SparseGroups, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file one by one, and add the groups of each sparse one to `sparse`."""
-    for lazy in group:
-        for name, tensor in lazy.compute().items():
-            if lazy.groups is not None and (dim := sparse_dim(tensor, *lazy.groups)) is not None:
-                sparse[name] = (dim, lazy.groups[1])
-            yield name, tensor
-        progress.update()
 
 
 def make_fingerprint(settings: Mapping[str, object], files: Files, weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,14 +1,10 @@
-"""A writer of safetensors files that has one tensor in memory at a time.
-
-The library's `save_file` takes all tensors of a file at once, and an export computes them: it would need the memory of
-a second model. The format (github.com/huggingface/safetensors): eight bytes with the length of a header, little-endian;
-the header, JSON with each tensor's dtype, shape and place; the tensors' bytes one behind the other.
-"""
+"""Files of safetensors: written with the mark of their export, and the headers of those that are read."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,39 +17,27 @@ DTYPES |= {torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64"}  # which Tra
 MARK = "hf_sparse24_export"
 """The key, in a header's metadata, of the export that the file belongs to; its value differs between two exports."""
 
-_CHUNK = 1 << 24  # bytes that are copied from a device, and written, at once
 
+def write_safetensors(path: Path, tensors: dict[str, Tensor], mark: str) -> str:
+    """Write contiguous tensors of the CPU to a file, and return its sha256.
 
-def write_safetensors(
-    path: Path, like: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
-) -> str:
-    """Write a file and return its sha256. `like` has meta tensors of the dtypes and shapes to come, in the same order.
-
-    Each tensor is released when the next one is there. ValueError: one is not as described.
+    The same tensors give the same bytes: the library's `save_file` writes metadata in any order. The format
+    (github.com/huggingface/safetensors): eight bytes with the length of a header, little-endian; the header, JSON with
+    each tensor's dtype, shape and place; the tensors' bytes one behind the other.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", MARK: mark}}
     end = 0
-    for name, tensor in like.items():
+    for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligned, so that a reader can map the first tensor
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-
-        def write(data) -> None:
-            digest.update(data)
-            file.write(data)
-
-        write(len(text).to_bytes(8, "little"))
-        write(text)
-        for (expected, form), (name, tensor) in zip(like.items(), tensors, strict=True):
-            if (name, tensor.dtype, tensor.shape) != (expected, form.dtype, form.shape):
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, where {expected} was to come")
-            flat = tensor.detach().contiguous().view(-1)
-            flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-            for chunk in flat.split(_CHUNK):
-                write(chunk.cpu().numpy().data)
+        flat = (x.view(-1).view(torch.uint8).numpy().tobytes() for x in tensors.values() if x.numel())
+        for part in chain([len(text).to_bytes(8, "little"), text], flat):
+            digest.update(part)
+            file.write(part)
     return digest.hexdigest()
 
 

@@ -4,7 +4,7 @@
 
 A run that is killed, and resumed until it ends, has the weights of a run that was not killed, bit for bit, and no
 checkpoint is lost that had been saved. A directory in which an export is killed loads as the old model or as the new
-one, by their outputs. All runs are forks of one process, which imports everything once.
+one, by their outputs, or has no `config.json`. All runs are forks of one process, which imports everything once.
 """
 
 import mmap
@@ -152,16 +152,19 @@ def kill_exports(kills: int, root: Path, draw: random.Random, format: str) -> st
         patch_model(model, Sparse24Config(target_modules="all-linear"))
     expected = [logits(model) for model in models]
     duration = timed(ends, export, models[0], directory, format)
-    old = killed = switching = new = 0
+    old = killed = switching = new = none = 0
     while killed < kills:
         done = ends(export, models[1 - old], directory, format, kill=moment(draw, duration, 0.02))
+        killed += not done
+        switching += shared[WRITING] and not done
+        if not (directory / "config.json").exists():
+            assert not done
+            none += 1
+            continue
         found = logits(AutoModelForCausalLM.from_pretrained(directory))
         which = [number for number in (0, 1) if torch.equal(found, expected[number])]
         assert which and (which == [1 - old] or not done), "neither the old model nor the new one"
-        if not done:
-            killed += 1
-            switching += shared[WRITING]
-            new += which != [old]
+        new += not done and which != [old]
         old = which[0]
     export_model(models[0], directory, format)
     index = {"packed.safetensors.index.json"} if format == "packed" else set()
@@ -172,8 +175,8 @@ def kill_exports(kills: int, root: Path, draw: random.Random, format: str) -> st
         "sparse24.json",
     }
     return (
-        f"{format} exports: {killed} kills, {switching} while files were switched; {killed - new} left the old model, "
-        f"{new} the new one, none a mix"
+        f"{format} exports: {killed} kills, {switching} while files were switched; {none} left no model, "
+        f"{killed - new - none} the old one, {new} the new one, none a mix"
     )
 
 
