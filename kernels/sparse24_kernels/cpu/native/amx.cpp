@@ -45,11 +45,8 @@ struct Rows {
       const __mmask32 read = n == 32 ? ~0u : (1u << n) - 1;
       __m512i v;
       if constexpr (sizeof(V) == 1) {
-        const __m256i bytes = _mm256_maskz_loadu_epi8(read, values[r]);
-        const __m512 scale = _mm512_set1_ps(scale_of(p, row + (r < count ? r : count - 1), j));
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-        v = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale));
+        const float scale = scale_of(p, row + (r < count ? r : count - 1), j);
+        v = rounded(_mm256_maskz_loadu_epi8(read, values[r]), scale);
       } else {
         v = _mm512_maskz_loadu_epi16(read, values[r]);
       }

@@ -136,16 +136,6 @@ inline void int8_row(const Linear& p, const uint8_t* x, const float* x_scales, i
   for (int t = 0; t < T; t++) write(p, token + t, row, results[t]);
 }
 
-
-// Calls f<4>, f<2> and f<1> with the first token of each part.
-#define FOR_TOKENS(tokens, f)                                     \
-  {                                                               \
-    int64_t token = 0;                                            \
-    for (; token + 4 <= (tokens); token += 4) f(4);               \
-    if (token + 2 <= (tokens)) { f(2); token += 2; }              \
-    if (token < (tokens)) f(1);                                   \
-  }
-
 // x, each token's row padded with zeros to whole steps.
 inline void pad(const Linear& p, int64_t padded, bf16* to) {
   for (int64_t token = 0; token < p.tokens; token++, to += padded) {
@@ -164,9 +154,8 @@ int few_tokens_bf16(const Linear& p) {
   Padded context{p, (const bf16*)copy.data, padded};
   return p.parallel_for(0, p.rows, ROWS_PER_TASK, [](int64_t row, int64_t end, void* opaque) {
     const Padded& c = *(const Padded*)opaque;
-#define ROW(T) bf16_row<T>(c.p, c.x, c.padded, row, token)
-    for (; row < end; row++) FOR_TOKENS(c.p.tokens, ROW)
-#undef ROW
+    for (; row < end; row++)
+      by_tokens(c.p.tokens, [&](auto count, int64_t token) { bf16_row<count.value>(c.p, c.x, c.padded, row, token); });
   }, &context);
 }
 
@@ -178,15 +167,11 @@ inline void expand_row(const Linear& p, int64_t row, bf16* to) {
   auto step = [&](int64_t j, const V* v, const uint8_t* m) __attribute__((always_inline)) {
     const uint64_t bits = bits_of(m);
     if constexpr (sizeof(V) == 1) {
-      const __m512 scale = _mm512_set1_ps(scale_of(p, row, j));
+      const float scale = scale_of(p, row, j);
       alignas(64) int8_t bytes[STEP];
       _mm512_store_si512(bytes, _mm512_maskz_expandloadu_epi8(bits, v));
-      for (int i = 0; i < STEP; i += 32) {
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(bytes + i))));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(bytes + i + 16))));
-        _mm512_storeu_si512(to + j + i,
-                           (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale)));
-      }
+      for (int i = 0; i < STEP; i += 32)
+        _mm512_storeu_si512(to + j + i, rounded(_mm256_load_si256((const __m256i*)(bytes + i)), scale));
     } else {
       _mm512_storeu_si512(to + j, _mm512_maskz_expandloadu_epi16((__mmask32)bits, v));
       v += __builtin_popcount((uint32_t)bits);
@@ -246,10 +231,7 @@ inline void dense_rows(const Padded& c, const bf16* weight, int64_t row, int64_t
     for (r = 0; r < rows; r += 16) {
       const __mmask16 some = rows - r >= 16 ? 0xffff : (1u << (rows - r)) - 1;
       __m512 sum = _mm512_load_ps(sums + t * MOST_ROWS + r);
-      if (c.p.bias) {
-        const __m256i bias = _mm256_maskz_loadu_epi16(some, (const bf16*)c.p.bias + row + r);
-        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bias), 16)));
-      }
+      if (c.p.bias) sum = _mm512_add_ps(sum, bias_of(c.p, row + r, some));
       bf16* to = (bf16*)c.p.y + (token + t) * c.p.rows + row + r;
       _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(sum));
     }
@@ -271,9 +253,7 @@ int more_tokens(const Linear& p) {
     for (int64_t row = begin; row < end; row += rows) {
       const int64_t stop = row + rows < end ? row + rows : end;
       for (int64_t r = row; r < stop; r++) expand_row<V>(c.p, r, weight + (r - row) * c.padded);
-#define ROWS(T) dense_rows<T>(c, weight, row, stop - row, token)
-      FOR_TOKENS(c.p.tokens, ROWS)
-#undef ROWS
+      by_tokens(c.p.tokens, [&](auto count, int64_t token) { dense_rows<count.value>(c, weight, row, stop - row, token); });
     }
   }, &context);
   return status ? status : context.failed;
@@ -288,9 +268,8 @@ int few_tokens_int8(const Linear& p) {
     quantize(p, token, context.x + token * groups * GROUP, context.scales + token * groups);
   return p.parallel_for(0, p.rows, ROWS_PER_TASK, [](int64_t row, int64_t end, void* opaque) {
     const Context& c = *(const Context*)opaque;
-#define ROW(T) int8_row<T>(c.p, c.x, c.scales, row, token)
-    for (; row < end; row++) FOR_TOKENS(c.p.tokens, ROW)
-#undef ROW
+    for (; row < end; row++)
+      by_tokens(c.p.tokens, [&](auto count, int64_t token) { int8_row<count.value>(c.p, c.x, c.scales, row, token); });
   }, &context);
 }
 

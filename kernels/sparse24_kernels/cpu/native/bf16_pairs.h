@@ -79,17 +79,13 @@ inline void multiply_rows(const Linear& p, int64_t row, int64_t j, int64_t size,
   if constexpr (sizeof(V) == 2) {
     multiply_groups<R, N>(values, p.k / 2, mask, p.k, size / 4, pairs, sums);
   } else {
-    alignas(64) bf16 rounded[R][DEPTH / 2];
+    alignas(64) bf16 scaled[R][DEPTH / 2];
     const __mmask32 read = size < DEPTH ? (1u << size / 2) - 1 : ~0u;
     for (int r = 0; r < R; r++) {
       const __m256i bytes = _mm256_maskz_loadu_epi8(read, values + r * (p.k / 2));
-      const __m512 scale = _mm512_set1_ps(scale_of(p, row + r, j));
-      const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-      const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-      _mm512_store_si512(rounded[r],
-                         (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale)));
+      _mm512_store_si512(scaled[r], rounded(bytes, scale_of(p, row + r, j)));
     }
-    multiply_groups<R, N>(rounded[0], DEPTH / 2, mask, p.k, size / 4, pairs, sums);
+    multiply_groups<R, N>(scaled[0], DEPTH / 2, mask, p.k, size / 4, pairs, sums);
   }
 }
 

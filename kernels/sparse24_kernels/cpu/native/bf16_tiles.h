@@ -10,6 +10,20 @@ constexpr int64_t TILE = 256;        // 32-bit words in a tile: 16 rows of 64 by
 constexpr int64_t PASS = 4;          // blocks of 16 tokens at a time: for more, the weight is read again
 constexpr int64_t MOST_BLOCKS = 32;  // whose x is kept as tiles: for more, all starts again
 
+// int8 values times their scale, rounded to bf16.
+inline __m512i rounded(__m256i bytes, float scale) {
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+  const __m512 factor = _mm512_set1_ps(scale);
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, factor), _mm512_mul_ps(low, factor));
+}
+
+// The bias of 16 rows, or of `some` of them.
+inline __m512 bias_of(const Linear& p, int64_t row, __mmask16 some) {
+  const __m256i bias = _mm256_maskz_loadu_epi16(some, (const bf16*)p.bias + row);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bias), 16));
+}
+
 // Transposes 16 x 16 words.
 inline void transpose(__m512i rows[16]) {
   __m512i t[16];
@@ -48,10 +62,7 @@ inline void pair_tiles(const Linear& p, int64_t token, int64_t step, uint32_t* t
 // A tile of sums, rows downwards, to y, tokens downwards; of `rows` rows and `tokens` tokens.
 inline void write_tile(const Linear& p, const float* tile, int64_t row, int64_t rows, int64_t token, int64_t tokens) {
   const __mmask16 some = rows >= 16 ? 0xffff : (1u << rows) - 1;
-  __m512 bias = _mm512_setzero_ps();
-  if (p.bias)
-    bias = _mm512_castsi512_ps(_mm512_slli_epi32(
-        _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, (const bf16*)p.bias + row)), 16));
+  const __m512 bias = p.bias ? bias_of(p, row, some) : _mm512_setzero_ps();
   __m512i sums[16];
   for (int r = 0; r < 16; r++) sums[r] = _mm512_load_si512(tile + r * 16);
   transpose(sums);

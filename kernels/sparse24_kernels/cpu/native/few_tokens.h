@@ -77,10 +77,7 @@ inline void few_rows(const Linear& p, const float* x, int64_t padded, int64_t ro
 
 template <class V, int R>
 inline void few_rows_all_tokens(const Linear& p, const float* x, int64_t padded, int64_t row) {
-  int64_t token = 0;
-  for (; token + 4 <= p.tokens; token += 4) few_rows<V, R, 4>(p, x, padded, row, token);
-  if (token + 2 <= p.tokens) few_rows<V, R, 2>(p, x, padded, row, token), token += 2;
-  if (token < p.tokens) few_rows<V, R, 1>(p, x, padded, row, token);
+  by_tokens(p.tokens, [&](auto count, int64_t token) { few_rows<V, R, count.value>(p, x, padded, row, token); });
 }
 
 template <class V>

@@ -133,6 +133,16 @@ inline void find_places(const uint8_t* mask, int64_t bytes, uint8_t* places) {
   }
 }
 
+// Calls f with 4, 2 or 1 as a type and the first token, of each part of `tokens`.
+template <int N> struct Count { static constexpr int value = N; };
+template <class F>
+inline __attribute__((always_inline)) void by_tokens(int64_t tokens, const F& f) {
+  int64_t token = 0;
+  for (; token + 4 <= tokens; token += 4) f(Count<4>{}, token);
+  if (token + 2 <= tokens) f(Count<2>{}, token), token += 2;
+  if (token < tokens) f(Count<1>{}, token);
+}
+
 inline int64_t groups_of(int64_t k) { return (k + GROUP - 1) / GROUP; }
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
