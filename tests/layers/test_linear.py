@@ -68,35 +68,25 @@ def weight_gradient(layer, gradient: torch.Tensor) -> torch.Tensor:
     return gradient * weight.mask() if weight.method.keeps_zeros else gradient
 
 
+@pytest.mark.parametrize("weight_grad", ["dense", "mvue"])
 @pytest.mark.parametrize("conv1d", [False, True])
 @pytest.mark.parametrize("method", WITH_GEMM_SETTINGS)
-def test_gradient_rule(method, conv1d):
-    """dX uses the sparse weight's values, dW is dZ^T X, passed straight through unless the method keeps zeros, dBias
-    the plain sum."""
-    layer = make_layer(method, conv1d, weight_grad="dense")
-    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+def test_gradient_rule(method, conv1d, weight_grad):
+    """dX uses the sparse weight's values, dW is dZ^T X, by MVUE along tokens if it is asked for, passed straight
+    through unless the method keeps zeros, dBias the plain sum."""
+    layer = make_layer(method, conv1d, weight_grad=weight_grad)
+    fix_draws(layer, 5)
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)  # 10 tokens: not a multiple of four
     grad = torch.randn(2, 5, 12, dtype=torch.float64)
     sparse = layer.sparse_weight().t() if conv1d else layer.sparse_weight()  # [out, in]
     out = layer(x)
     torch.testing.assert_close(out, x @ sparse.t() + layer.bias)
     out.backward(grad)
     torch.testing.assert_close(x.grad, grad @ input_weight(layer))
-    torch.testing.assert_close(layer.weight.grad, weight_gradient(layer, torch.einsum("bto,bti->oi", grad, x)))
+    rows = grad.flatten(0, 1)
+    pruned = rows if weight_grad == "dense" else kernels.mvue(rows, dim=0, key=torch.tensor(5))
+    torch.testing.assert_close(layer.weight.grad, weight_gradient(layer, pruned.t() @ x.detach().flatten(0, 1)))
     torch.testing.assert_close(layer.bias.grad, grad.sum((0, 1)))
-
-
-@pytest.mark.parametrize("conv1d", [False, True])
-@pytest.mark.parametrize("method", WITH_GEMM_SETTINGS)
-def test_mvue_prunes_the_gradient_along_tokens(method, conv1d):
-    layer = make_layer(method, conv1d, weight_grad="mvue")
-    fix_draws(layer, 5)
-    x = torch.randn(10, 8, dtype=torch.float64)  # 10 tokens: not a multiple of four
-    grad = torch.randn(10, 12, dtype=torch.float64)
-    layer(x).backward(grad)
-    pruned = kernels.mvue(grad, dim=0, key=torch.tensor(5))
-    assert ((pruned[:8].reshape(2, 4, 12) != 0).sum(1) == 2).all()
-    torch.testing.assert_close(layer.weight.grad, weight_gradient(layer, pruned.t() @ x))
-    torch.testing.assert_close(layer.bias.grad, grad.sum(0))  # the bias sees the whole gradient
 
 
 @pytest.mark.parametrize("conv1d", [False, True])

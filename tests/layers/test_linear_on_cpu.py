@@ -1,7 +1,5 @@
 """Layers whose GEMMs run sparse on a CPU: the results and gradients of dense math, eager and compiled."""
 
-import copy
-
 import pytest
 import torch
 from sparse24_kernels.cpu.library import load
@@ -9,7 +7,7 @@ from sparse24_kernels.gemm import cpu_kernels
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
+from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.weights.sparse_weight import sparse_weights
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="no kernels for this CPU")
@@ -45,41 +43,13 @@ def gradients(model, run):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("method", ["s-ste", "sr-ste", "t-sr-ste", "slope", "fixed-mask", "step"])
-def test_the_numbers_of_dense_math(method, kind):
+def test_the_numbers_of_dense_math(method, kind, monkeypatch):
+    ran, linear = [], cpu_kernels.linear
+    monkeypatch.setattr(cpu_kernels, "linear", lambda *given: ran.append("linear") or linear(*given))
     both = [gradients(model, model) for model in (made(kind, backend, method=method) for backend in ("dense", "cpu"))]
     for expected, found in zip(*both, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(method, monkeypatch):
-    ran = []
-    mm, linear = cpu_kernels.mm, cpu_kernels.linear
-    monkeypatch.setattr(cpu_kernels, "mm", lambda *given: ran.append("mm") or mm(*given))
-    monkeypatch.setattr(cpu_kernels, "linear", lambda *given: ran.append("linear") or linear(*given))
-
-    def run():
-        model = made("Linear", "cpu", method=method)
-        optimizer = torch.optim.AdamW(model.parameters())
-        return model, optimizer, Sparse24Controller(model, optimizer, total_steps=8)
-
-    def train(steps, model, optimizer, controller):
-        for step in steps:
-            torch.manual_seed(step)
-            model(torch.randn(2, 48, 96)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.after_micro_step()
-
-    whole, resumed = run(), run()
-    train(range(3), *whole)
-    for part, other in zip(whole, resumed):
-        other.load_state_dict(copy.deepcopy(part.state_dict()))
-    train(range(3, 8), *whole)
-    train(range(3, 8), *resumed)
-    for name, tensor in whole[0].state_dict().items():
-        assert torch.equal(tensor, resumed[0].state_dict()[name]), name
-    assert {"mm", "linear"} <= set(ran)
+    assert ran
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -50,8 +50,15 @@ class Logits(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
-@pytest.mark.parametrize("tool", ["onnx", "onnx of TorchScript", "TorchScript"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "tool"),
+    [
+        *((kind, "TorchScript") for kind in KINDS),
+        ("experts", "onnx"),
+        ("gated", "onnx"),
+        ("conv1d", "onnx of TorchScript"),
+    ],
+)
 def test_a_graph_of_onnx_or_torchscript_is_refused_with_the_way_out(kind, tool, tmp_path):
     pytest.importorskip("onnxscript")
     model, tokens = Logits(KINDS[kind]()).eval(), zoo.batch()["input_ids"]

@@ -13,7 +13,6 @@ import zoo
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from checkpoints import patched
 from paths import SUPPORT
-from safetensors import safe_open
 from safetensors.torch import load_file
 from sparse_models import logits
 from torch import nn
@@ -31,7 +30,6 @@ from hf_sparse24 import (
 )
 from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.packed_format import buffer_names
 from hf_sparse24.run import set_phase
 from hf_sparse24.weights.storage import PACKED
 
@@ -70,18 +68,6 @@ def test_the_model_without_its_head(tmp_path):
         assert torch.equal(base(ids)[0], model.model(ids)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_size_on_disk(dtype, tmp_path):
-    model = patched("llama").to(dtype)
-    loaded = exported(tmp_path, model)
-    weights = sparse_weights(loaded, PACKED)
-    with safe_open(tmp_path / "packed.safetensors", "pt") as file:
-        stored = sum(file.get_tensor(key).nbytes for name in weights for key in buffer_names(name)[:2])
-    elements = sum(weight.parameter.numel() for weight in sparse_weights(model).values())
-    assert stored == elements * (dtype.itemsize / 2 + 1 / 8)  # 9/16 of bf16
-    assert {weight.storage.packed.values.dtype for weight in weights.values()} == {dtype}
-
-
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_shards(format, tmp_path):
     model = patched()
@@ -108,7 +94,7 @@ def test_weights_that_cannot_be_packed_are_stored_with_their_zeros(tmp_path):
     assert type(model.model.layers[0].mlp.down_proj) is nn.Linear and torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.parametrize("pattern", ["1:4", "2:8", "6:8", "16:32"])
+@pytest.mark.parametrize("pattern", ["1:4", "16:32"])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_patterns(method, pattern, tmp_path):
     """Saved, loaded, and saved again by every method: the weights and what they compute are the same bits."""

@@ -1,19 +1,16 @@
 """The Parameters and the name of a method from outside the package: in checkpoints, exports and other processes."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import zoo
 from own_method import ADAPTING
 from own_models import give_adapters_a_value, patched
-from paths import SUPPORT
 from safetensors.torch import load_file, save_file
 from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import set_phase, sparse_run
 
@@ -39,19 +36,6 @@ def test_export_and_unpatch_merge_what_takes_part(name, tmp_path):
     assert model.state_dict().keys() == zoo.build(name).state_dict().keys()
 
 
-def test_adapters_are_saved_in_their_phase(tmp_path):
-    model = patched().eval()
-    give_adapters_a_value(model)
-    set_phase(model, ADAPTING)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert sparse_run(loaded).phase == ADAPTING
-    assert torch.equal(logits(loaded), logits(model))
-    low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for weight in sparse_weights(low).values():
-        assert {tensor.dtype for tensor in (weight.parameter, *weight.parameters.values())} == {torch.bfloat16}
-
-
 def test_a_checkpoint_without_its_adapters_is_refused(tmp_path):
     patched().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -73,39 +57,16 @@ def test_dense_weights_give_a_model_without_any_its_state_and_adapters():
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-IN_A_FRESH_PROCESS = """
-import runpy, sys; sys.path.insert(0, {here!r})
-import hf_sparse24, torch, zoo
-from transformers import AutoModelForCausalLM
-
-torch.set_num_threads(1)
-sys.argv[1:] = ["doctor", "model", "--tokens", "64", "--method", "own"]
-try:
-    runpy.run_module("hf_sparse24_command", run_name="__main__")
-except SystemExit as ended:
-    assert ended.code == 2
-try:
-    AutoModelForCausalLM.from_pretrained("model")
-except ValueError as error:
-    print(error, file=sys.stderr)
-else:
-    sys.exit("loaded")
-import own_method
-model = AutoModelForCausalLM.from_pretrained("model")
-with torch.no_grad():
-    assert torch.equal(model(**zoo.batch()).logits, torch.load("logits.pt"))
-"""
-
-
-@pytest.mark.slow
-def test_a_fresh_process_needs_the_registration(tmp_path):
+def test_loading_needs_the_registration(tmp_path, monkeypatch):
     model = patched().eval()
     give_adapters_a_value(model)
     set_phase(model, ADAPTING)
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.save_pretrained(tmp_path / "model")
-    torch.save(logits(model), tmp_path / "logits.pt")
-    code = IN_A_FRESH_PROCESS.format(here=str(SUPPORT))
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.count("method='own': must be one of ['fixed-mask', ") == 2
+    model.save_pretrained(tmp_path)
+    with (
+        monkeypatch.context() as forgotten,
+        pytest.raises(ValueError, match=r"method='own': must be one of .*--import"),
+    ):
+        forgotten.delitem(METHODS, "own")
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sparse_run(loaded).phase == ADAPTING and torch.equal(logits(loaded), logits(model))

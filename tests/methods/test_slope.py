@@ -86,26 +86,6 @@ def test_the_two_masks_of_a_weight_written_by_hand(conv1d):
     assert torch.equal(backward_weight(layer), torch.tensor(WEIGHT) * torch.tensor(BOTH_MASKS))
 
 
-@pytest.mark.parametrize("initial_mask", ["magnitude", "random"])
-def test_at_most_two_of_four_both_ways_and_a_subset(initial_mask):
-    layer = make_layer(torch.randn(64, 96), initial_mask=initial_mask)
-    rows, both = layer.sparse_weight() != 0, backward_weight(layer) != 0
-    assert (rows.unflatten(1, (-1, 4)).sum(2) == 2).all()
-    assert (both.unflatten(1, (-1, 4)).sum(2) <= 2).all() and (both.unflatten(0, (-1, 4)).sum(1) <= 2).all()
-    assert both.sum() < rows.sum() and not (both & ~rows).any()
-
-
-def test_a_random_mask_follows_from_the_weight_alone():
-    weight = torch.randn(64, 64)
-
-    def mask(weight, initial_mask="random"):
-        return make_layer(weight, initial_mask=initial_mask).sparse24["weight"].mask()
-
-    first = mask(weight)
-    assert torch.equal(mask(weight), first)
-    assert not torch.equal(first, mask(torch.randn(64, 64))) and not torch.equal(first, mask(weight, "magnitude"))
-
-
 def test_equal_layers_draw_different_masks_and_a_shared_weight_has_one():
     def masks() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -262,7 +242,7 @@ def test_adapters_start_random_and_different():
     assert abs(float(draws.mean())) < 5 * error and abs(float(draws.std()) - 1) < 5 * error
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2"])
 def test_an_adapted_model_is_saved_resumed_exported_and_unpatched(name, tmp_path):
     model = adapted(name)
     optimizer, controller = loop(model)
@@ -301,27 +281,6 @@ def test_an_adapted_model_is_saved_resumed_exported_and_unpatched(name, tmp_path
         assert_close(logits(plain), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["sparse", "adapters"])
-def test_compiled_in_one_graph(phase):
-    model = adapted()
-    with torch.no_grad():
-        for weight in sparse_weights(model).values():
-            weight.parameters["adapter_right"].normal_(std=0.1)
-    set_phase(model, phase)
-    mlp, x = model.model.layers[0].mlp, torch.randn(16, 32)
-    mlp(x).square().sum().backward()
-    expected = {name: p.grad.clone() for name, p in mlp.named_parameters() if p.grad is not None}
-    mlp.zero_grad()
-    torch._dynamo.reset()
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), mlp(x))
-    compiled(x).square().sum().backward()
-    assert any("adapter_left" in name for name in expected) == (phase == "adapters")
-    for name, gradient in expected.items():
-        torch.testing.assert_close(mlp.get_parameter(name).grad, gradient, atol=1e-5, rtol=1e-4)
-
-
 def test_adapters_of_frozen_weights_are_frozen():
     model = zoo.build("llama").requires_grad_(False)
     patch_model(model, Sparse24Config(method="slope", adapter_rank=2))
@@ -357,14 +316,3 @@ def test_both_sizes_must_fill_their_groups():
     report = patch_model(model, Sparse24Config(method="slope", target_modules="all-linear"))
     assert report.skipped["model.layers.0.mlp.up_proj"] == "output size 66 is not a multiple of 4, as 'slope' needs"
     assert report.skipped["model.layers.0.mlp.down_proj"] == "input size 66 is not a multiple of 4"
-
-
-def test_a_layer_has_its_own_pattern():
-    patterns = {"model.layers.0.mlp.up_proj": "1:4"}
-    config = Sparse24Config(method="slope", target_modules="mlp", layer_patterns=patterns)
-    model = zoo.build("llama")
-    patch_model(model, config)
-    weight = sparse_weights(model)["model.layers.0.mlp.up_proj.weight"]
-    both = backward_weight(weight.module) != 0
-    assert (weight.mask().unflatten(1, (-1, 4)).sum(2) == 1).all()
-    assert (both.unflatten(0, (-1, 4)).sum(1) <= 1).all()
