@@ -1,7 +1,6 @@
 """Other tools on sparse and packed layers: they record a graph of them, quantize them, copy them for threads."""
 
 from functools import partial
-from pathlib import Path
 
 import expert_models
 import lora_models
@@ -9,11 +8,10 @@ import pytest
 import sparse_models
 import torch
 import zoo
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import export_model, fuse_gated_mlps, pack_model, patch_model, set_phase
-from hf_sparse24.metrics import is_nm_sparse
+from hf_sparse24 import fuse_gated_mlps, pack_model, patch_model, set_phase
 
 # Of torch's exporters, of PEFT, and of packages that these miss.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -106,41 +104,15 @@ def test_quantizing_their_weights_in_place_is_refused(kind, name, message):
     assert torch.equal(sparse_models.logits(model), before)
 
 
-def quantized_by_torchao(directory: Path) -> tuple[nn.Module, Tensor]:
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
-    return model, model.model.layers[0].mlp.up_proj.weight.dequantize()
-
-
-def quantized_by_bitsandbytes(directory: Path) -> tuple[nn.Module, Tensor]:
-    from bitsandbytes.functional import dequantize_4bit
-    from transformers import BitsAndBytesConfig
-
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    return model, dequantize_4bit(weight.data, weight.quant_state)
-
-
-@pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize(
-    ("package", "load"), [("torchao", quantized_by_torchao), ("bitsandbytes", quantized_by_bitsandbytes)]
-)
-def test_a_quantized_export_keeps_its_zeros_and_is_no_base_of_masked_adapters(package, load, tmp_path):
-    pytest.importorskip(package)
-    peft = pytest.importorskip("peft")
-    model = sparse_models.patched("llama", {"hidden_size": 64})
-    export_model(model, tmp_path / "export")
-    adapted = peft.get_peft_model(model, lora_models.lora())
-    adapted.save_pretrained(tmp_path / "adapter")
-    quantized, weight = load(tmp_path / "export")
-    assert is_nm_sparse(weight)
+@pytest.mark.parametrize("package", ["torchao", "bitsandbytes"])
+def test_a_quantized_model_is_not_patched_and_is_no_base_of_masked_adapters(package, tmp_path):
+    lora_models.adapted("llama").save_pretrained(tmp_path)
+    quantized = zoo.build("llama")
+    quantized.config.quantization_config = {"quant_method": package}
     with pytest.raises(ValueError, match=f"the model is quantized with {package}; load it without quantization"):
         patch_model(quantized)
-    with pytest.raises(ValueError, match=f"the adapter is for a sparse base, .* is quantized with {package}; load it"):
-        peft.PeftModel.from_pretrained(quantized, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="the adapter was trained on a base .* this model is dense"):
+        PeftModel.from_pretrained(quantized, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

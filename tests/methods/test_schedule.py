@@ -51,6 +51,13 @@ def test_too_few_steps(arguments, total, message):
         method_of(**arguments).schedule(total)
 
 
+def test_masked_decay_refuses_an_optimizer_that_maximizes():
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], maximize=True)
+    with pytest.raises(ValueError, match=r"AdamW\(maximize=True\)"):
+        method_of("sr-ste").check_run(10, optimizer)
+    method_of("sr-ste", masked_decay=0.0).check_run(10, optimizer)
+
+
 def test_kept_magnitude():
     weight = torch.tensor([3.0, -1.0, 0.0, 0.0])
     assert kept_magnitude(weight, torch.tensor([True, False, True, False])) == 0.75

@@ -112,6 +112,18 @@ def test_the_state_of_another_optimizer_or_rule_is_refused():
             make(params).load_state_dict(other.state_dict())
 
 
+def test_it_counts_in_fp32_where_new_tensors_are_bf16():
+    """A bf16 number stops counting at 256."""
+    params = parameters()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        train(optimizer := make(params), params, range(1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
+    assert optimizer.first["auto_switch"]["window"].dtype == torch.float32
+
+
 def test_closure():
     weight = nn.Parameter(torch.tensor([3.0]))
     optimizer = StepAdamW([{"params": [weight], "masked": True}], total_steps=10)
