@@ -111,7 +111,7 @@ def test_a_quantized_model_is_not_patched_and_is_no_base_of_masked_adapters(pack
     quantized.config.quantization_config = {"quant_method": package}
     with pytest.raises(ValueError, match=f"the model is quantized with {package}; load it without quantization"):
         patch_model(quantized)
-    with pytest.raises(ValueError, match="the adapter was trained on a base .* this model is dense"):
+    with pytest.raises(ValueError, match=r"the adapter was trained on a base .* this model is dense"):
         PeftModel.from_pretrained(quantized, tmp_path)
 
 
