@@ -16,8 +16,7 @@ from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
-from .checks import check_masters_unread
-from .checks import check_reference as check_reference_of
+from .checks import check_masters_unread, check_reference_of, model_of
 from .controller import Sparse24Controller, State
 from .distillation import Distiller, find_distiller
 from .resume import check_resumed, restore
@@ -98,11 +97,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             load, make_card = trainer._load_optimizer_and_scheduler, trainer.create_model_card
 
             def load_and_tell(checkpoint: str | None) -> None:
-                """With every engine the Trainer calls it with the checkpoint's directory before `on_train_begin`."""
+                """The Trainer calls it with the checkpoint's directory before `on_train_begin`, with every engine."""
                 if checkpoint is not None:
-                    model = cast(nn.Module, trainer.model)
-                    adopt(model)  # as the checkpoint's config names layers
-                    check_resumed(model, checkpoint, warn=False)  # before the optimizer of another method is loaded
+                    adopt(model_of(trainer))  # as the checkpoint's config names layers
+                    check_resumed(model_of(trainer), checkpoint, warn=False)  # before another optimizer is loaded
                     callback.checkpoint = checkpoint
                     callback._put_first(trainer)
                 load(checkpoint)
@@ -184,10 +182,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             if run.phase == last != "sparse" and has_begun:
                 run.record(finished=True)
             if run.is_dense and last != DENSE_PHASE:
-                logger.warning(
-                    f"load_best_model_at_end: {state.best_model_checkpoint} was saved in the {run.phase} phase, so the "
-                    "model is dense now; load the last checkpoint for a sparse one"
-                )
+                saved = f"{state.best_model_checkpoint} was saved in the {run.phase} phase, so the model is dense now"
+                logger.warning(f"load_best_model_at_end: {saved}; load the last checkpoint for a sparse one")
         if self.run_log is not None:
             extensions.hub.draw_training(Path(str(args.output_dir)), state.log_history)
 
@@ -197,8 +193,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             logs.update(metrics)
             state.log_history[-1].update(metrics)  # the Trainer has copied `logs` there already
             if self.controller is not None:  # these are for trackers: ConsoleFilter keeps them from the console
-                rates = self.controller.layer_flip_rates()
-                logs.update({f"{OF_LAYER}{name}": rate for name, rate in rates.items()})
+                logs.update({f"{OF_LAYER}{name}": x for name, x in self.controller.layer_flip_rates().items()})
         if self.run_log is not None:
             self.run_log.write(state.global_step, logs)
 

@@ -20,6 +20,11 @@ from ..weights.storage import TRAINED
 _LONG_RUN = 10**9  # steps of a run in which no length of a phase rounds to nothing
 
 
+def model_of(trainer: Trainer) -> nn.Module:
+    """The model that a Trainer has, whatever its annotations allow."""
+    return cast(nn.Module, trainer.model)
+
+
 def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ValueError, with the setting to change, where accelerate is going to wrap `model` in a way that fails."""
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
@@ -77,7 +82,7 @@ def check_masters_unread(trainer: Trainer) -> None:
 
 
 @torch.no_grad()
-def check_reference(trainer: Trainer) -> None:
+def check_reference_of(trainer: Trainer) -> None:
     """Raise ValueError where the reference of a trainer of TRL is not what its patched policy computes at step 0.
 
     TRL loads it from the checkpoint that the policy's config names: for a policy patched in memory, the dense model.

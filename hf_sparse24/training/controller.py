@@ -22,7 +22,7 @@ from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .checks import check_ranks_agree
-from .optimizers import check_optimizer, followed, warn_of_lost_updates
+from .optimizers import check_optimizer, followed
 from .step_masks import RandomStreams, StepMasks, kept_magnitude
 from .zero import ZeroOptimizer
 
@@ -101,7 +101,6 @@ class Sparse24Controller:
         # Without a dense master a weight trains as any Parameter: nothing is done to it, and its mask never flips.
         masters = sparse_weights(self.model, TRAINED)
         check_optimizer(masters, self._followed)
-        warn_of_lost_updates(masters, self._followed)
         self._masks = StepMasks(self.model, self.run, self.weights)
         if not self.keeps_phase:
             self.run.method.check_run(total_steps, self.optimizer)
@@ -252,10 +251,6 @@ class Sparse24Controller:
 
 def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
     """The model out of what was put around it, and its run. Its adapters and configs then know that it is sparse."""
-    if getattr(model, "broadcast_buffers", False):
-        way = "pass broadcast_buffers=False (from torch 2.13 on forward_sync_buffers=False)"
-        way += ", or ddp_broadcast_buffers=False to a Trainer"
-        logger.warning(f"DDP copies masks and scales in every forward pass, and weights are pruned again: {way}")
     model = unwrap(model)
     extensions.adapters.check(model)
     if any(weight.storage.is_split for weight in sparse_weights(model).values()) and adapters_in(model):
@@ -270,14 +265,12 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
 
 def _check_state(state: State, controller: Sparse24Controller) -> None:
     """Raise ValueError where a controller cannot go on from `state`."""
-    if not controller.state_dict().keys() <= state.keys():
-        raise ValueError(f"state={state!r}: load what controller.state_dict() gave")
+    if not controller.state_dict().keys() <= state.keys() or not state["flips"].keys() <= controller.weights.keys():
+        raise ValueError(f"state={state!r}: load what the controller.state_dict() of such a model gave")
     method = controller.run.method.name
     if state["method"] != method:
         way = "patch it with the first, or start a new run from its weights"
         raise ValueError(f"the state is of method {state['method']!r}, the model is patched with {method!r}: {way}")
-    if not state["flips"].keys() <= controller.weights.keys():
-        raise ValueError(f"flips of {[*state['flips']][:5]}: the state is of a model with other weights")
     _check_ints(0, controller.total_steps, step=state["step"])
     has_own = controller.run.method.overrides("make_optimizer") and not controller.keeps_phase
     if has_own and state["step"] and not controller.optimizer.state:

@@ -9,14 +9,14 @@ import copy
 import random
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 from sparse24_kernels.masks import count_flips
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
@@ -26,6 +26,7 @@ from ..run import SparseRun, set_phase, sparse_run
 from ..tables import TableReport
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from .callback import Sparse24Callback
+from .checks import model_of
 from .step_masks import fresh_masks
 
 logger = get_logger(__name__)
@@ -69,8 +70,7 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
         raise ValueError(f"candidates={tuple(candidates)!r}: must be finite numbers >= 0, at least one")
     run = sparse_run(model_of(trainer))
     if run is None or run.facts.finished or not isinstance(run.method, MaskedDecayMethod):
-        method = None if run is None else run.config.method
-        raise ValueError(f"method {method!r} has no masked_decay that acts now; set a number, if any")
+        raise ValueError(f"method {run and run.config.method!r} has no masked_decay that acts now; set a number")
     if trainer.optimizer is not None and trainer.state.global_step == 0:
         raise ValueError("the probes make their own optimizers: leave `optimizers=` to the Trainer")
     dense = probe(trainer, None, steps)
@@ -90,14 +90,11 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     return DecayTuning(dense, dict(sorted(mu.items())), chosen)
 
 
-def model_of(trainer: Trainer) -> nn.Module:
-    """The model that a Trainer has, whatever its annotations allow."""
-    return cast(nn.Module, trainer.model)
-
-
 def probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
     """Train a copy, dense where `decay` is None; the mean flip rate of the last quarter of its steps."""
-    with _untouched_randomness():
+    with torch.random.fork_rng(), ExitStack() as states:  # probes have the same random states, and the caller keeps its
+        states.callback(random.setstate, random.getstate())
+        states.callback(np.random.set_state, np.random.get_state())
         model = copy.deepcopy(model_of(trainer))
         run, watch = cast(SparseRun, sparse_run(model)), _Watch(sparse_weights(model_of(trainer)), steps)
         run.change_settings(masked_decay=decay or 0.0)
@@ -146,15 +143,3 @@ class _Watch(TrainerCallback):
                 self.flips.append(int(count_flips(self.last, masks).sum()) / self.size)
             self.last = masks
         control.should_training_stop |= self.done >= self.steps
-
-
-@contextmanager
-def _untouched_randomness() -> Iterator[None]:
-    """Give every probe the same random states, and the caller theirs back."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

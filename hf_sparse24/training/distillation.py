@@ -116,20 +116,17 @@ class Distiller:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         if not model.training or not torch.is_grad_enabled():
             return None
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        if loss is None:
-            way = "compute no loss outside of the model (label_smoothing_factor, compute_loss_func)"
-            raise ValueError(f"the model returned no loss to add to: pass it labels, leave return_dict on, and {way}")
+        loss, logits = (outputs.get(x) if isinstance(outputs, dict) else None for x in ("loss", "logits"))
+        if loss is None or logits is None:
+            missing = "loss" if loss is None else "logits"
+            way = "pass labels and leave return_dict on; no use_liger_kernel, label_smoothing_factor, compute_loss_func"
+            raise ValueError(f"the model returned no {missing}, and a teacher needs them: {way}")
         names = inspect.signature(model.forward).parameters if args else ()
-        outputs["loss"] = self.add_teacher(loss, outputs, dict(zip(names, args)) | kwargs)
+        outputs["loss"] = self.add_teacher(loss, logits, dict(zip(names, args)) | kwargs)
         return outputs
 
-    def add_teacher(self, loss: Tensor, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> Tensor:
+    def add_teacher(self, loss: Tensor, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss with the teacher's terms."""
-        logits = outputs.get("logits")
-        if logits is None:
-            way = "leave use_liger_kernel and other fused losses off"
-            raise ValueError(f"distillation needs the model's logits, and it returned none; {way}")
         labels = self._labels(logits, batch)
         positions = (labels != IGNORED).nonzero().squeeze(1)
         flat, tokens, number = logits.flatten(0, -2), len(positions), batch.get("num_items_in_batch")

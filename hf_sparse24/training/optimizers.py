@@ -10,12 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..methods import Piece, SparseMethod
 from ..methods.masked_adamw import Group
-from ..progress import get_logger
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
 from .zero import DeepSpeedZero, ZeroOptimizer
-
-logger = get_logger(__name__)
 
 
 def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroOptimizer":
@@ -53,23 +50,6 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimi
             if tensor.requires_grad and id(tensor) not in held:
                 way = "make it after patch_model (with DeepSpeed, pass engine.optimizer), or freeze that weight"
                 raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}")
-
-
-def warn_of_lost_updates(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimizer | ZeroOptimizer") -> None:
-    """Warn if Adam's learning rate is below half a ULP of bf16 or fp16 masters: its updates round away."""
-    names = {id(weight.master): name for name, weight in weights.items() if weight.master.dtype.itemsize < 4}
-    if isinstance(optimizer, ZeroOptimizer):
-        return  # it has fp32 masters
-    for group in (group for group in optimizer.param_groups if "betas" in group):
-        # A warm-up begins below `initial_lr`.
-        rate = float(group.get("initial_lr", group.get("lr")) or 0)
-        for parameter in (parameter for parameter in group["params"] if id(parameter) in names):
-            size = local(parameter.detach()).float().abs().mean()
-            if size * torch.finfo(parameter.dtype).eps / 4 > rate:
-                lost = f"a step changes most entries of {names[id(parameter)]} by nothing"
-                way = "Load the model with dtype='float32', and set bf16=True"
-                logger.warning(f"learning rate {rate:g} is too small for {parameter.dtype}: {lost}. {way}")
-                return
 
 
 class TorchOptimizer:

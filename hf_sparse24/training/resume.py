@@ -92,8 +92,7 @@ def save_config(model: nn.Module, checkpoint: str | Path) -> None:
     """Write the config of a patched model where what was saved of the model has none."""
     run = sparse_run(model)
     if run is not None and not (Path(checkpoint) / CONFIG).exists():
-        text = json.dumps(run.saved.to_dict(), indent=2) + "\n"
-        (Path(checkpoint) / OWN_CONFIG).write_text(text, encoding="utf-8")
+        (Path(checkpoint) / OWN_CONFIG).write_text(json.dumps(run.saved.to_dict(), indent=2) + "\n")
 
 
 def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -> None:

@@ -48,10 +48,9 @@ class RunLog:
 
     def write(self, step: int, logs: Mapping[str, object]) -> None:
         """Add a line with the numbers of a log."""
-        line = _line(step, {name: value for name, value in logs.items() if is_number(value)})
         if self._is_writable:
             with self._one_warning(), open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+                file.write(_line(step, {name: x for name, x in logs.items() if is_number(x)}) + "\n")
 
     @contextmanager
     def _one_warning(self) -> Iterator[None]:

@@ -23,8 +23,8 @@ from ..run import patched_config, sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED
 from .callback import Sparse24Callback
-from .checks import check_engine
-from .decay_search import CANDIDATES, DecayTuning, model_of, tune_masked_decay
+from .checks import check_engine, model_of
+from .decay_search import CANDIDATES, DecayTuning, tune_masked_decay
 from .distillation import DistillationConfig, distill
 from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, save_config, saved_config
 from .step_masks import trains
@@ -279,8 +279,7 @@ def _determined_decay(trainer: Sparse24Trainer, checkpoint: str | None) -> float
         return decay
     # The first process decides: what rounding does to flip rates must not let them choose differently.
     tuning = trainer.decay_tuning = broadcast_object_list([trainer.tune_masked_decay()])[0]
-    if trainer.is_world_process_zero():
-        logger.info(str(tuning))
+    logger.info(str(tuning))
     if tuning.chosen is None:
         way = "Call tune_masked_decay with candidates nearer to where mu crosses it, and set the number that it chooses"
         raise ValueError(f"masked_decay='auto': no candidate has mu in [0.60, 0.95]\n{tuning}\n{way}")

@@ -289,8 +289,8 @@ def below_an_adapter():
         (classifier, "LlamaForSequenceClassification is no causal or masked language model"),
         (lambda: {"teacher": zoo.build("bert")}, "teacher=BertForMaskedLM"),
         (lambda: {"teacher": torch.nn.Linear(2, 2)}, "Linear is no causal or masked language model"),
-        (lambda: {"label_smoothing_factor": 0.1}, "returned no loss to add to: .*label_smoothing_factor"),
-        (lambda: {"compute_loss_func": lambda *args, **kwargs: 0}, "returned no loss to add to: .*compute_loss_func"),
+        (lambda: {"label_smoothing_factor": 0.1}, "no loss, .*label_smoothing_factor"),
+        (lambda: {"compute_loss_func": lambda *args, **kwargs: 0}, "no loss, .*compute_loss_func"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, make, message):
@@ -307,12 +307,13 @@ def test_batches_without_labels_are_refused(tmp_path):
     run = trainer(tmp_path)
     inputs = batch()
     outputs = run.model.eval()(**inputs)
+    model, distiller = run.model.train(), find_distiller(run.model)
     with pytest.raises(ValueError, match=r"a label for each of the logits.*and there are none"):
-        find_distiller(run.model).add_teacher(outputs.loss, outputs, {"input_ids": inputs["input_ids"]})
-    with pytest.raises(ValueError, match="the model's logits, and it returned none"):
-        find_distiller(run.model).add_teacher(outputs.loss, {"loss": outputs.loss, "logits": None}, inputs)
-    with pytest.raises(ValueError, match="the model returned no loss to add to: pass it labels"):
-        run.model.train()(input_ids=inputs["input_ids"])
+        distiller.add_teacher(outputs.loss, outputs.logits, {"input_ids": inputs["input_ids"]})
+    with pytest.raises(ValueError, match=r"no logits, .*use_liger_kernel"):
+        distiller(model, (), inputs, {"loss": outputs.loss, "logits": None})
+    with pytest.raises(ValueError, match=r"no loss, .*pass labels"):
+        model(input_ids=inputs["input_ids"])
 
 
 def test_any_trainer_and_any_loop_learn_from_a_teacher_as_ours_does(tmp_path):
