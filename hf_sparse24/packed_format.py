@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from sparse24_kernels import Pattern
 
-PACKED_WEIGHTS = "packed.safetensors"
 PACKED_INDEX = "packed.safetensors.index.json"
 
 VALUES = ("float", "int8")

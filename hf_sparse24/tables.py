@@ -1,9 +1,9 @@
-"""Tables as text, HTML and Markdown, the base of reports that show themselves as one, and values in error messages."""
+"""Tables as text and Markdown, the base of reports that show themselves as one, and values in error messages."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from html import escape
 from itertools import zip_longest
+from typing import Any
 
 Row = Sequence[object]
 
@@ -27,9 +27,8 @@ class TableReport:
         parts = [self._title(), text_table([self._columns, *self._rows()]), self._advice()]
         return "\n".join(part for part in parts if part)
 
-    def _repr_html_(self) -> str:
-        advice = self._advice()
-        return html_table(self._title(), self._columns, self._rows()) + (f"<p>{escape(advice)}</p>" if advice else "")
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # what IPython shows in a notebook
 
 
 def shown_patterns(patterns: Iterable[object]) -> str:
@@ -47,18 +46,6 @@ def text_table(rows: Iterable[Row], indent: str = "") -> str:
         is_number = all(cell[:1].isdigit() for cell in cells[1:])
         columns.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
     return "\n".join((indent + "  ".join(line)).rstrip() for line in zip(*columns))
-
-
-def html_table(title: str, head: Row, rows: Iterable[Row]) -> str:
-    """Return a small HTML table without colours, for pages and notebooks, light or dark. Every cell is escaped."""
-    lines = [_html_row("th", head), *(_html_row("td", row) for row in rows)]
-    return f"<p>{escape(title)}</p><table>{''.join(lines)}</table>"
-
-
-def _html_row(tag: str, cells: Row) -> str:
-    if not cells:
-        return ""
-    return "<tr>" + "".join(f'<{tag} style="text-align: left">{escape(str(cell))}</{tag}>' for cell in cells) + "</tr>"
 
 
 def markdown_table(head: Row, rows: Iterable[Row]) -> str:

@@ -16,7 +16,6 @@ from transformers.quantizers import HfQuantizer, auto, register_quantization_con
 from ..config import SavedConfig, Sparse24Config, fixed_differences
 from ..extensions import adapters_in, extensions
 from ..facts import MARKER
-from ..module_names import ModuleNames
 from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config
@@ -100,7 +99,11 @@ class Sparse24Quantizer(HfQuantizer):
     def _patch(self, model: PreTrainedModel) -> None:
         """Patch a model on the meta device, and tell Transformers how to load what the method keeps."""
         config = _with_passed(self.saved)
-        patch_model(model, _without_absent_heads(config, model) if self.pre_quantized else config)
+        if self.pre_quantized and isinstance(config.exclude_modules, list):  # a head, which `AutoModel` lacks
+            own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+            present = [name for name in config.exclude_modules if name.rpartition(".")[2] in own]
+            config = config.replace(exclude_modules=present or None)
+        patch_model(model, config)
         facts = self.saved.facts
         cast(SparseRun, sparse_run(model)).record(phase=facts.phase, finished=facts.finished, pruning=facts.pruning)
         weights = sparse_weights(model, every_name=True)
@@ -168,7 +171,7 @@ class Sparse24Quantizer(HfQuantizer):
             patch_model(model, self.saved.passed)
         elif self.run is None:
             # Of no export, and without the heads that the model's class lacks.
-            own = PackedFormat({name: weight.storage.pattern for name, weight in weights.items()}, packed.values)
+            own = PackedFormat(ownership.packed_patterns(model), packed.values)
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
 
     def is_serializable(self) -> bool:
@@ -222,25 +225,6 @@ def _with_passed(saved: SavedConfig) -> Sparse24Config:
         way = "then call unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
         raise ValueError(f"the checkpoint has another config ({others}): load it without quantization_config, {way}")
     return config.replace(**passed.given, backend=passed.backend)
-
-
-def _without_absent_heads(config: Sparse24Config, model: PreTrainedModel) -> Sparse24Config:
-    """The config without the names of heads that the model's class lacks, as `AutoModel` lacks `lm_head`."""
-    own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-
-    def present(names: Any) -> Any:
-        return [name for name in names if name.rpartition(".")[2] in own]
-
-    fields: dict[str, Any] = {}
-    for field in ("target_modules", "exclude_modules"):
-        if isinstance(names := getattr(config, field), list) and present(names) != names:
-            fields[field] = present(names) or None
-    if fields.get("target_modules", True) is None:
-        return config
-    if patterns := config.layer_patterns:
-        kept = {*present(patterns), *(key for key in patterns if not ModuleNames("layer_patterns", key).endings)}
-        fields["layer_patterns"] = {key: pattern for key, pattern in patterns.items() if key in kept} or None
-    return config.replace(**fields)
 
 
 def _method_tensors(weights: dict[str, SparseWeight]) -> dict[str, Tensor]:

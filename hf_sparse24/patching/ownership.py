@@ -40,12 +40,11 @@ def adopt(model: nn.Module, weights: Mapping[str, SparseWeight] | None = None) -
     wholes = list(outermost(model))
     for whole in wholes:
         named = getattr(whole.config, "quantization_config", None)
-        says_nothing = named is None or is_dequantized(whole)
-        if (says_nothing or (named is run.saved and whole not in run.owners)) and sparse_weights(whole, TRAINED):
+        if (named is None or (named is run.saved and whole not in run.owners)) and sparse_weights(whole, TRAINED):
             write_config(whole, run)
             is_part = any(owner is not whole and whole in owner.modules() for owner in run.owners)
             # Several share one config, which cannot name the layers of each. A copy has its names already.
-            if says_nothing and len(wholes) == 1 and not is_part:
+            if named is None and len(wholes) == 1 and not is_part:
                 name_layers(whole, run)
     return run
 
@@ -65,8 +64,6 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
         for name, function in extensions.model_methods.items():
             setattr(model, name, partial(function, model))  # unlike a bound method, it can be copied and pickled
         model.add_model_tags("hf_sparse24")  # for the cards that Transformers, TRL and PEFT write
-        if is_dequantized(model):
-            forget_quantizer(model)
     if getattr(shared, "quantization_config", None) is run.saved:
         return
     own: Any = copy.deepcopy(shared)
@@ -86,13 +83,6 @@ def forget_quantizer(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and hasattr(module.config, "_is_quantized"):
             del module.config._is_quantized
-
-
-def is_dequantized(model: nn.Module) -> bool:
-    """Return whether a model comes from a GGUF file, and its weights are ordinary ones now."""
-    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
-    kind = getattr(quantization, "quant_method", None)
-    return getattr(kind, "value", kind) == "gguf" and all(p.is_floating_point() for p in model.parameters())
 
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
@@ -155,14 +145,14 @@ def check_not_offloaded(model: nn.Module) -> None:
         raise ValueError("parts of the model are offloaded to a disk or a CPU; load it without device_map for that")
 
 
-def packed_patterns(owner: Any, kind: Any) -> dict[str, Pattern]:
+def packed_patterns(owner: Any) -> dict[str, Pattern]:
     """The pattern of each packed weight of a model, by its name in files, where names are those without adapters."""
-    weights = sparse_weights(owner, kind)
+    weights = sparse_weights(owner, PACKED)
     return {name.replace(".base_layer.", "."): weight.storage.pattern for name, weight in weights.items()}
 
 
 def list_masters(owner: Any, run: SparseRun) -> None:
     """Let the config of a model whose packed values train list them, as the files of `save_pretrained` need it."""
     if any(weight.run is not None for weight in sparse_weights(owner, PACKED).values()):
-        run.record(packed=PackedFormat(packed_patterns(owner, PACKED)))
+        run.record(packed=PackedFormat(packed_patterns(owner)))
         owner._weight_conversions = []  # in files, all tensors have the names of the model's own `state_dict`

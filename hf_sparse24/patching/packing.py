@@ -78,7 +78,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
 
     release(model, weights, convert)
     for inner in outermost(model):
-        mark_packed(inner, packed_config(run.saved, PackedFormat(packed_patterns(inner, PACKED), values)))
+        mark_packed(inner, packed_config(run.saved, PackedFormat(packed_patterns(inner), values)))
     return before - _bytes(model)
 
 

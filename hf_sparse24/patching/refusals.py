@@ -10,7 +10,6 @@ from ..config import SavedConfig
 from ..metrics import all_finite
 from ..weights.sharding import local, total
 from ..weights.sparse_weight import SparseWeight
-from .ownership import is_dequantized
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
 _WRAPPERS = {
@@ -56,11 +55,8 @@ def reject_quantized(model: nn.Module) -> None:
     if isinstance(quantization, SavedConfig) and quantization.facts.packed is not None:
         raise ValueError("the model is packed, and has no weights to train; call unpack_model(model) first")
     if method != "sparse24":
-        if is_dequantized(model):
-            return
         name = getattr(method, "value", method)  # of an enum, or as config.json has it
-        way = "with quantization_config=GgufConfig(dequantize=True)" if name == "gguf" else "without quantization"
-        raise ValueError(f"the model is quantized with {name}; load it {way} to make it sparse")
+        raise ValueError(f"the model is quantized with {name}; load it without quantization to make it sparse")
 
 
 def reject_non_finite(weights: Iterable[tuple[str, Tensor]], advice: str = "nothing was changed") -> None:

@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, export_model, patch_model
-from hf_sparse24.packed_format import PACKED_WEIGHTS
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +98,11 @@ def exports(smollm2, tmp_path_factory) -> Path:
 def damage(folder: Path) -> None:
     mask = "model.layers.1.mlp.down_proj.packed_weight_mask"
     for name in ("damaged", "missing"):
-        tensors = load_file(folder / name / PACKED_WEIGHTS)
+        tensors = load_file(folder / name / "packed.safetensors")
         tensors[mask][3, 5] = 0
         if name == "missing":
             del tensors[mask]
-        save_file(tensors, folder / name / PACKED_WEIGHTS, {"format": "pt"})
+        save_file(tensors, folder / name / "packed.safetensors", {"format": "pt"})
     config = json.loads((folder / "later" / "config.json").read_text())["quantization_config"]["packed"]
     edit_config(folder / "later", packed=config | {"version": 4})
 
