@@ -55,9 +55,9 @@ class Implementation(NamedTuple):
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, operator: str = "prune") -> Choice:
     """Which implementation of an operator (a field of `Operators`) runs on a device, for tensors of a dtype, and why.
 
-    Triton's kernels run 2:4 (and 1:2 of `mvue`) on compute capability 8.0 or more, those in C++ N:M with M up to 64 on
-    CPUs; both take fp32, bf16 and fp16. `"reference"`, plain PyTorch, runs what all others refuse. ValueError: an
-    argument of another type.
+    Triton's kernels run 2:4 on compute capability 8.0 or more, those in C++ N:M with M up to 64 on CPUs; both take
+    fp32, bf16 and fp16. `"reference"`, plain PyTorch, runs what all others refuse. ValueError: an argument of
+    another type.
     """
     check_is(torch.device, "choose_kernels", device=device)
     check_is(torch.dtype, "choose_kernels", dtype=dtype)

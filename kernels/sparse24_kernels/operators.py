@@ -37,7 +37,6 @@ class Operators:
     nm_mask: Callable[[Tensor, int, int, int, bool], Tensor] | None = None
     transposable_mask: Callable[[Tensor, int, int, str, bool], Tensor] | None = None
     prune: Callable[[Tensor, Pruning], list[Tensor]] | None = None
-    s_ste_scale: Callable[[Tensor, int, int, int, str], Tensor] | None = None
     mvue: Callable[[Tensor, Tensor, int, int, int, str, str], Tensor] | None = None
     masked_decay_: Callable[[Tensor, Tensor, Tensor, float], None] | None = None
     gated_activation: Callable[[Tensor, Tensor, str], Tensor] | None = None

@@ -23,7 +23,7 @@ def draw(device: torch.device, shape: Shape, dtype: torch.dtype = FP32, seed: in
 
 
 def on_weight(device: torch.device, shape: Shape, dtype: torch.dtype, *settings: Any) -> tuple:
-    """Of `nm_mask`, `transposable_mask` and `s_ste_scale`."""
+    """Of `nm_mask` and `transposable_mask`."""
     return draw(device, shape, dtype), 2, 4, *settings
 
 

@@ -99,7 +99,6 @@ def _operations() -> Iterator[tuple]:
     for name, dim in (("rows", 1), ("columns", 0)):
         yield "nm_mask", f"nm_mask bits, {name}", WEIGHTS, cases.on_weight, dim, True
     yield "transposable_mask", "transposable mask bits", WEIGHTS, cases.on_weight, "exact", True
-    yield "s_ste_scale", "s_ste_scale", WEIGHTS, cases.on_weight, 1, "mse"
     yield "unpack_nm", "unpack", WEIGHTS[len(SIZES) :], cases.packed_matrix
     for tokens in (1, 16, 64):
         yield "packed_linear", f"packed_linear, tokens: {tokens}", LAYERS, cases.packed_linear, tokens
@@ -147,7 +146,7 @@ COPY = "copy of as many bytes"
 # A compilation takes seconds, so one workload of each kind has this baseline. The transposable reference loops over
 # parts of the matrix, and each part would be compiled.
 COMPILED = re.compile(
-    r"prune (magnitude|soft-threshold): dense$|prune mask: dense\+transposed|unpack|s_ste_scale|"
+    r"prune (magnitude|soft-threshold): dense$|prune mask: dense\+transposed|unpack|"
     r"nm_mask bits, rows|mvue .*tokens: dense|.*row-major"
 )
 

@@ -1,4 +1,5 @@
-"""The operators of `reference` as Triton kernels. FP8, masked decay and counting flips run in PyTorch on GPUs.
+"""The operators of `reference` as Triton kernels. FP8, masked decay, S-STE's scale and counting
+flips run in PyTorch on GPUs.
 
 With TRITON_INTERPRET=1 in the environment before the import, they run on CPU tensors in Triton's interpreter. That is
 how the tests check them where there is no GPU.
@@ -11,7 +12,6 @@ OPERATORS = Operators(
     nm_mask=masks.nm_mask,
     transposable_mask=transposable.transposable_mask,
     prune=prune.prune,
-    s_ste_scale=prune.s_ste_scale,
     mvue=mvue.mvue,
     gated_activation=gated.gated_activation,
     gated_activation_backward=gated.gated_activation_backward,

@@ -14,9 +14,9 @@ from .prune import in_form
 
 @on_its_device
 def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
-    """One read of `x`, one write of the estimate; the key is read on the device. The reference has "approx" and packed
-    forms."""
-    if estimator == "approx" or "packed" in form:
+    """One read of `x`, one write of the estimate; the key is read on the device. The reference has 1:2, "approx", and
+    packed forms."""
+    if (n, m, estimator) != (2, 4, "exact") or "packed" in form:
         return in_form(reference.mvue.mvue(x, key, n, m, dim, estimator, "dense"), form)
     if 0 < dim < x.dim() - 1:
         return mvue(x.movedim(dim, 0), key, n, m, 0, estimator, form).movedim(0, dim).contiguous()
@@ -25,35 +25,27 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
     out = x.new_empty(form_shape(form, x.shape))
     if matrix.numel():
         _mvue_kernel[grid(rows, columns)](
-            matrix, key, out, rows, columns, DIM=along, M=m, FORM=form, ROUNDS=ROUNDS, **LAUNCH
+            matrix, key, out, rows, columns, DIM=along, FORM=form, ROUNDS=ROUNDS, **LAUNCH
         )
     return out
 
 
 @triton.jit
-def _mvue_kernel(
-    x, key, out, rows, columns, DIM: tl.constexpr, M: tl.constexpr, FORM: tl.constexpr, ROUNDS: tl.constexpr
-):
+def _mvue_kernel(x, key, out, rows, columns, DIM: tl.constexpr, FORM: tl.constexpr, ROUNDS: tl.constexpr):
     top, left, row, column = tile(columns)
     x0, x1, x2, x3 = load4(x, row, column, rows, columns)
     seed = tl.load(key)
     if DIM == 1:
         # Vectors are rows: the four words of a counter are for the four slices.
-        group = left // M + tl.arange(0, COLS // M)[None, :]
+        group = left // 4 + tl.arange(0, COLS // 4)[None, :]
         u0, u1, u2, u3 = _uniform(seed, row // 4, group, ROUNDS)
-        y0, y1 = _estimate_row(x0, u0, M), _estimate_row(x1, u1, M)
-        y2, y3 = _estimate_row(x2, u2, M), _estimate_row(x3, u3, M)
+        y0, y1 = _estimate_row(x0, u0), _estimate_row(x1, u1)
+        y2, y3 = _estimate_row(x2, u2), _estimate_row(x3, u3)
     else:
         # Vectors are columns: the four words of a counter are for four neighbours in a slice.
         four = left // 4 + tl.arange(0, COLS // 4)[None, :]
-        u0, u1, u2, u3 = _uniform(seed, four, row // M, ROUNDS)
-        u = join4(u0, u1, u2, u3)
-        if M == 2:
-            y0, y1 = pick_one(x0, x1, u)
-            u0, u1, u2, u3 = _uniform(seed, four, row // 2 + 1, ROUNDS)
-            y2, y3 = pick_one(x2, x3, join4(u0, u1, u2, u3))
-        else:
-            y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, u)
+        u0, u1, u2, u3 = _uniform(seed, four, row // 4, ROUNDS)
+        y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, join4(u0, u1, u2, u3))
     # MVUE never shrinks a kept magnitude, so no cast underflows and `cast` needs no TINY.
     if FORM == "sm90" or FORM == "sm90-transposed":
         store_compressed(out, y0, y1, y2, y3, top, left, rows, columns, DIM, None)
@@ -77,15 +69,10 @@ def _unit(word):
 
 
 @triton.jit
-def _estimate_row(x, u, M: tl.constexpr):
+def _estimate_row(x, u):
     """The estimate of a slice whose groups run along its rows."""
     x0, x1, x2, x3 = split4(x)
-    if M == 2:
-        first, second = tl.split(u.reshape(x0.shape[0], x0.shape[1], 2))
-        y0, y1 = pick_one(x0, x1, first)
-        y2, y3 = pick_one(x2, x3, second)
-    else:
-        y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, u)
+    y0, y1, y2, y3 = pick_two(x0, x1, x2, x3, u)
     return join4(y0, y1, y2, y3)
 
 
@@ -118,11 +105,3 @@ def _value(x, size, keep):
     """`size` with the sign of x where kept, 0 elsewhere; multiplied, so that NaN stays visible."""
     sign = x.to(tl.uint32, bitcast=True) & 0x80000000
     return (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True) * tl.where(keep, 1.0, 0.0)
-
-
-@triton.jit
-def pick_one(x0, x1, u):
-    """Exact 1:2."""
-    total = tl.abs(x0) + tl.abs(x1)
-    by0 = u * total < tl.abs(x0)
-    return _value(x0, total, by0 & (x0 != 0)), _value(x1, total, ~by0 & (x1 != 0))

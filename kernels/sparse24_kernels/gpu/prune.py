@@ -1,4 +1,4 @@
-"""Triton: pruning in every form, S-STE's scale."""
+"""Triton: pruning in every form."""
 
 import torch
 import triton
@@ -141,35 +141,3 @@ def _prune_row(x, scale, RULE: tl.constexpr, NARROW: tl.constexpr):
     x0, x1, x2, x3 = split4(x)
     y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, scale, RULE, NARROW)
     return join4(y0, y1, y2, y3)
-
-
-@on_its_device
-def s_ste_scale(weight: Tensor, n: int, m: int, dim: int, rule: str) -> Tensor:
-    """One read of the weight: two sums per tile, added up in fp64, in a fixed order."""
-    matrix, along = as_matrix(weight, dim)
-    programs = grid(*matrix.shape)
-    sums = matrix.new_empty(2, *programs, dtype=torch.float32)
-    if matrix.numel():
-        _scale_kernel[programs](matrix, sums, *matrix.shape, DIM=along, L1=rule == "l1", **LAUNCH)
-    wanted, kept = sums.sum(1, dtype=torch.float64).unbind()
-    return torch.where(kept == 0, 1.0, wanted / kept).float()
-
-
-@triton.jit
-def _scale_kernel(weight, sums, rows, columns, DIM: tl.constexpr, L1: tl.constexpr):
-    _, _, row, column = tile(columns)
-    x0, x1, x2, x3 = load4(weight, row, column, rows, columns)
-    RULE: tl.constexpr = "soft-threshold"
-    if DIM == 1:
-        y0, y1 = _prune_row(x0, 1.0, RULE, False), _prune_row(x1, 1.0, RULE, False)
-        y2, y3 = _prune_row(x2, 1.0, RULE, False), _prune_row(x3, 1.0, RULE, False)
-    else:
-        y0, y1, y2, y3 = _prune_group(x0, x1, x2, x3, 1.0, RULE, False)
-    if L1:
-        wanted = tl.abs(x0) + tl.abs(x1) + tl.abs(x2) + tl.abs(x3)
-        kept = tl.abs(y0) + tl.abs(y1) + tl.abs(y2) + tl.abs(y3)
-    else:
-        wanted = x0 * y0 + x1 * y1 + x2 * y2 + x3 * y3
-        kept = y0 * y0 + y1 * y1 + y2 * y2 + y3 * y3
-    tl.store(sums + tl.program_id(0), tl.sum(wanted))
-    tl.store(sums + tl.num_programs(0) + tl.program_id(0), tl.sum(kept))

@@ -17,7 +17,6 @@ OPERATORS = Operators(
     nm_mask=masks.nm_mask,
     transposable_mask=transposable.transposable_mask,
     prune=prune.prune,
-    s_ste_scale=prune.s_ste_scale,
     mvue=mvue.mvue,
     masked_decay_=decay.masked_decay_,
     gated_activation=gated.gated_activation,
