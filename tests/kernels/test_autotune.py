@@ -99,16 +99,6 @@ def test_buckets():
         )
 
 
-def test_a_verdict_stays_until_reset():
-    assert verdict_of(PROBLEM, CPU).backend == "dense"
-    write({(HERE, PROBLEM): measured(1, 50.0)})
-    assert verdict_of(PROBLEM, CPU).reason == autotune.NOT_TUNED
-    reset()
-    assert verdict_of(PROBLEM, CPU).algorithm == 1
-    table_path().unlink()  # read once
-    assert verdict_of(PROBLEM._replace(m=256), CPU).backend == "dense" and verdict_of(PROBLEM, CPU).algorithm == 1
-
-
 def test_in_a_compiled_graph(monkeypatch):
     """No graph break, and a dynamic n is guarded by its bucket."""
     weight = torch.nn.Parameter(torch.randn(128, 256))

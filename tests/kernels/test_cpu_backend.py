@@ -57,28 +57,6 @@ def test_product(m, n, k):
     torch.testing.assert_close(result, sparse @ dense, rtol=1e-5, atol=1e-4)
 
 
-def test_the_same_bits_for_any_number_of_threads_and_tokens():
-    weight, x = kernels.nm_prune(torch.randn(300, 640)), torch.randn(700, 640)
-    found = plan(linear_problem(700, 300, 640, torch.float32))
-    operand, before = compress(weight, found), torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(kernels.sparse_linear(x, operand, plan=found))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    assert torch.equal(kernels.sparse_linear(x[:97], operand, plan=found), results[0][:97])
-
-
-def test_an_operand_holds_the_matrix_and_half_of_its_zeros():
-    matrix = torch.tensor([[0.0, 0, 0, 3, 1, 0, 2, 0]]).repeat(3, 4)
-    values, mask = split_operand(cpu_kernels.compress(matrix))
-    assert values[0, :4].tolist() == [0, 3, 1, 2] and mask[0, 0] == 0b01011001
-    assert torch.equal(kernels.unpack_nm(kernels.Packed(values, mask)), matrix)
-
-
 @pytest.mark.parametrize("rule", ["magnitude", "soft-threshold", "mask", "mvue"])
 def test_pruning_writes_the_operand(rule):
     x, key = torch.randn(96, 160), torch.tensor(3)

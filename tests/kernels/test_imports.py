@@ -5,6 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import sparse24_kernels as kernels
 
 ROOT = Path(kernels.__file__).parent
@@ -15,6 +16,7 @@ def modules() -> list[str]:
     return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_first():
     """Each in a separate process, its parents without what they import, so that no import order is needed."""
     code = f"""

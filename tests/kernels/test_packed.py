@@ -255,24 +255,3 @@ def test_no_kernel_for_gpus_reads_int8_values(stand_in, planned_for_gpu):  # noq
 
 PACKED_WEIGHT, X = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
 STACK, INT8 = kernels.pack_nm(torch.randn(2, 8, 16)), kernels.quantize_packed(PACKED_WEIGHT)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: kernels.packed_linear(X[:, :8], PACKED_WEIGHT), r"a packed weight of torch.float32 8 x 16 does not"),
-        (
-            lambda: kernels.packed_linear(X.half(), PACKED_WEIGHT),
-            r"not contract with x of torch.float16 \(3, 16\)",
-        ),
-        (lambda: kernels.unpack_nm(INT8._replace(values=INT8.values.short())), "values with scales are int8"),
-        (lambda: kernels.unpack_nm(INT8._replace(scales=None)), r"takes values .* got tensor of torch.int8"),
-        (lambda: kernels.unpack_nm(INT8._replace(scales=INT8.scales[1:])), r"scales are floating \(8, 1\) for these"),
-        (lambda: kernels.unpack_nm(INT8._replace(scales=INT8.scales.int())), r"got tensor of torch.int32 \(8, 1\)"),
-        (lambda: kernels.packed_linear(X.half(), INT8), "a packed weight of torch.float32 8 x 16 does not contract"),
-        (lambda: kernels.quantize_packed(kernels.pack_nm(X[:, :16] / 0)), "quantize_packed takes finite values"),
-    ],
-)
-def test_operands_that_do_not_fit_are_told(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

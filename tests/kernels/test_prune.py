@@ -119,20 +119,6 @@ def test_the_dtype_of_a_result_is_rounded_once():
     assert tiny.tolist() == [0, 1] and not torch.signbit(tiny[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pack_and_unpack(dtype):
-    weight = torch.randn(6, 24)
-    pruned = kernels.nm_prune(weight, dtype=dtype)
-    packed = kernels.pack_nm(weight.to(dtype))
-    unpacked = kernels.unpack_nm(packed)
-    assert unpacked.dtype == dtype and torch.equal(unpacked.float(), pruned.float())
-    size = sum(part.numel() * part.element_size() for part in packed[:2])
-    share = {torch.float32: 17 / 32, torch.bfloat16: 9 / 16}[dtype]
-    assert size / (weight.numel() * pruned.element_size()) == share
-    again = kernels.pack_nm(pruned)
-    assert torch.equal(again.values, packed.values) and torch.equal(again.mask, packed.mask)
-
-
 WITHIN_24 = [(1, 2), (1, 3), (1, 4), (1, 8), (1, 16), (2, 8), (2, 12)]
 """Patterns other than 2:4 whose matrices are 2:4."""
 

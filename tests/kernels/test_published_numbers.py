@@ -69,12 +69,6 @@ def test_mvue_on_literal_groups(pattern, estimator, probabilities):
         assert (estimate - x).square().sum(1).mean().item() == pytest.approx(variances[group], rel=0.03)
 
 
-def test_the_biased_alternative_to_mvue_has_less_variance():
-    """Keeping the largest two loses 0.132 of Gaussian groups, MVUE adds 0.474: what unbiased gradients cost."""
-    x = torch.randn(200_000, 4)
-    assert ((kernels.nm_prune(x) - x).square().sum() / x.square().sum()).item() == pytest.approx(0.132, abs=2e-3)
-
-
 def test_fp8_by_the_scale_of_the_authors_code():
     """s = max / amax: 448 / 3.5 = 128 and 57344 / 3.5 = 16384, and a product is divided by both scales."""
     x = torch.tensor([3.5, -1.75, 0.875])

@@ -67,21 +67,21 @@ def matrices(draw, multiple: int):
 
 
 @given(matrices(4), st.booleans(), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_masks_of_any_values(matrix, columns, packed):
     matrix = matrix.t().contiguous() if columns else matrix
     same("nm_mask", matrix, 2, 4, 0 if columns else 1, packed)
 
 
 @given(matrices(4), st.sampled_from(["magnitude", "soft-threshold"]), dtypes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_pruning_any_values(matrix, rule, dtype):
     forms = ["dense", "transposed"]
     same("prune", matrix, Pruning(rule, dim=1, scale=torch.tensor(1.5), dtype=dtype, forms=forms))
 
 
 @given(matrices(4), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_transposable_masks_of_any_values(matrix, packed):
     square = matrix.repeat(4, 1)
     square = torch.cat([row.roll(i, 0) for i, row in enumerate(square.split(1))])
@@ -89,6 +89,6 @@ def test_transposable_masks_of_any_values(matrix, packed):
 
 
 @given(matrices(1), st.sampled_from([(2, 4), (1, 2)]), st.integers(0, 1), st.integers(-(2**63), 2**63 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_mvue_of_any_values_by_the_same_random_numbers(matrix, pattern, dim, key):
     same("mvue", matrix, torch.tensor(key), *pattern, dim, "exact", "dense")

@@ -93,14 +93,14 @@ paths = st.sampled_from(PATHS or [""])
 
 
 @given(paths, tensors(4), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_masks_of_anything(path, of, packed):
     with patch.object(LIBRARY, "path", path):
         equal_to_reference("nm_mask", of[0], 2, 4, of[1], packed)
 
 
 @given(paths, tensors(4), st.sampled_from(DTYPES), st.sampled_from(["magnitude", "soft-threshold"]), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=66, deadline=None)
 def test_pruning_anything(path, of, dtype, rule, transposed):
     (weight, dim), scale = of, torch.tensor(-1.7).to(dtype) if rule == "soft-threshold" else None
     forms = ["transposed", "dense"] if transposed and weight.dim() == 2 else ["dense"]
@@ -109,7 +109,7 @@ def test_pruning_anything(path, of, dtype, rule, transposed):
 
 
 @given(paths, tensors(1), st.sampled_from(DTYPES), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_masking_anything(path, of, dtype, bits, strided):
     weight = of[0]
     mask = torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) > 0.3
@@ -120,7 +120,7 @@ def test_masking_anything(path, of, dtype, bits, strided):
 
 
 @given(paths, tensors(1), st.integers(-(2**63), 2**63 - 1), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=66, deadline=None)
 def test_mvue_of_anything(path, of, key, transposed):
     form = "transposed" if transposed and of[0].dim() == 2 else "dense"
     with patch.object(LIBRARY, "path", path):
@@ -128,7 +128,7 @@ def test_mvue_of_anything(path, of, key, transposed):
 
 
 @given(paths, tensors(4, (2,)), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=33, deadline=None)
 def test_transposable_masks_of_anything(path, of, packed):
     weight = of[0].repeat(4, 1) if of[1] else of[0].repeat(1, 4)
     with patch.object(LIBRARY, "path", path):
@@ -159,7 +159,7 @@ def test_any_number_of_threads_gives_the_same_bits(path):
 
 
 @given(paths, tensors(1), st.booleans(), st.booleans(), st.floats(-1e4, 1e4), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_decay_of_anything(path, of, bits, itself, alpha, kind):
     weight = of[0] if kind == 3 else of[0].float()
     grad = torch.randn(weight.shape) * 10.0 ** (10 * kind - 10)
