@@ -33,6 +33,11 @@ class _InConfigJson(QuantizationConfigMixin):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, type(self)) and self.to_dict() == other.to_dict()
 
+    def get_loading_attributes(self) -> dict[str, Any]:
+        # Transformers asks for them where `from_pretrained` gets this config, and the checkpoint has its own.
+        way = "load it without quantization_config, call unpack_model(model) if it is packed, then patch_model"
+        raise ValueError(f"the checkpoint is sparse, with a config of its own: {way}")
+
 
 class Sparse24Config(_InConfigJson):
     """How a model is made 2:4 sparse. Goes into `config.json` as its `quantization_config`, flat.
@@ -115,10 +120,6 @@ class Sparse24Config(_InConfigJson):
         way = f"sparse_run(model).change_settings({name}=...) changes a setting of a patched model"
         raise AttributeError(f"{name}={shown(value)}: a Sparse24Config is frozen; {other}, and {way}")
 
-    def get_loading_attributes(self) -> dict[str, Any]:
-        # Transformers sets it on a checkpoint's SavedConfig where `from_pretrained` gets this config as well.
-        return {"passed": self}
-
     def replace(self, **changes: Any) -> Self:
         """A config with some fields changed; checked like a new one.
 
@@ -191,21 +192,16 @@ class Sparse24Config(_InConfigJson):
 class SavedConfig(_InConfigJson):
     """The `quantization_config` of a sparse model: its config and the facts of its run. `config.json` has both, flat.
 
-    Fields of both are attributes, such as `method` and `phase`. The model's run replaces config and facts. `passed` is
-    the config that `from_pretrained` got in addition to a sparse checkpoint, else None.
+    Fields of both are attributes, such as `method` and `phase`. The model's run replaces config and facts.
     """
 
     def __init__(self, config: Sparse24Config, facts: RunFacts | None = None):
         self.config, self.facts = config, facts or RunFacts()
-        self.passed: Sparse24Config | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Neither exists while a copy is being made.
         facts, config = self.__dict__.get("facts"), self.__dict__.get("config")
         return getattr(facts if name in FACTS else config, name)
-
-    def get_loading_attributes(self) -> dict[str, Any]:
-        return {"passed": self.config}
 
     def to_dict(self) -> dict[str, Any]:
         """The config's fields and the run's facts by name: what `config.json` says."""

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 
-from ..config import SavedConfig, Sparse24Config, fixed_differences
+from ..config import SavedConfig, Sparse24Config
 from ..extensions import adapters_in, extensions
 from ..facts import MARKER
 from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config
-from ..patching.packing import unpack_model
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
 from ..run import SparseRun, sparse_run, wants_packed_master
@@ -30,8 +29,7 @@ from .packed_files import check_files, check_packed, make_packed
 from .safetensors_file import read_headers
 
 register_quantization_config("sparse24")(SavedConfig)
-# `from_pretrained(sparse_checkpoint, quantization_config=other)` ignores `other`, with a warning; but with configs of
-# these classes, it sets `other.get_loading_attributes()` on the checkpoint's config.
+# `from_pretrained(sparse_checkpoint, quantization_config=other)` is then refused, by `other.get_loading_attributes()`.
 if hasattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES"):
     auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (SavedConfig, Sparse24Config)  # type: ignore[assignment]  # of fixed length
 
@@ -54,7 +52,7 @@ class Sparse24Quantizer(HfQuantizer):
             self.saved = quantization_config
         self.packed: PackedFormat | None = self.saved.facts.packed
         """The entry `packed` of the checkpoint's config; None where no weight is packed."""
-        self.has_packed_master = wants_packed_master(config if self.packed else self.saved.passed or config)
+        self.has_packed_master = wants_packed_master(config)
         self.is_late = False  # whether a dense checkpoint is loaded first, and the model patched then
 
     def update_attn_implementation(self, config):
@@ -90,7 +88,7 @@ class Sparse24Quantizer(HfQuantizer):
         elif self.is_late:
             del model.config.quantization_config
             ownership.forget_quantizer(model)
-            patch_model(model, _with_passed(self.saved))
+            patch_model(model, self.saved.config)
             cast(SparseRun, sparse_run(model)).record(pruning=self.saved.facts.pruning)
         else:
             self._finish(model, tp_size)
@@ -98,7 +96,7 @@ class Sparse24Quantizer(HfQuantizer):
 
     def _patch(self, model: PreTrainedModel) -> None:
         """Patch a model on the meta device, and tell Transformers how to load what the method keeps."""
-        config = _with_passed(self.saved)
+        config = self.saved.config
         if self.pre_quantized and isinstance(config.exclude_modules, list):  # a head, which `AutoModel` lacks
             own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
             present = [name for name in config.exclude_modules if name.rpartition(".")[2] in own]
@@ -165,11 +163,7 @@ class Sparse24Quantizer(HfQuantizer):
             ownership.write_config(model, self.run)
             ownership.list_masters(model, self.run)
             ownership.forget_quantizer(model)  # the values are an ordinary Parameter
-        if self.saved.passed is not None:
-            # It has no master weights and no state to go on with: training starts from its sparse weights.
-            unpack_model(model)
-            patch_model(model, self.saved.passed)
-        elif self.run is None:
+        else:
             # Of no export, and without the heads that the model's class lacks.
             own = PackedFormat(ownership.packed_patterns(model), packed.values)
             model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
@@ -214,17 +208,6 @@ def save_pretrained(
 
 
 extensions.model_methods["save_pretrained"] = save_pretrained
-
-
-def _with_passed(saved: SavedConfig) -> Sparse24Config:
-    """The config of a checkpoint with the settings that `from_pretrained` was given; ValueError: for other weights."""
-    config, passed = saved.config, saved.passed
-    if passed is None:
-        return config
-    if others := fixed_differences(config, passed):
-        way = "then call unpatch_model(model, sparse=False) and patch_model(model, quantization_config)"
-        raise ValueError(f"the checkpoint has another config ({others}): load it without quantization_config, {way}")
-    return config.replace(**passed.given, backend=passed.backend)
 
 
 def _method_tensors(weights: dict[str, SparseWeight]) -> dict[str, Tensor]:

@@ -17,7 +17,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCaus
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, sparse_run, sparse_weights, unpatch_model
+from hf_sparse24 import (
+    Sparse24Config,
+    export_model,
+    oneshot,
+    patch_model,
+    sparse_run,
+    sparse_weights,
+    unpack_model,
+    unpatch_model,
+)
 from hf_sparse24.checkpoints.quantizer import Sparse24Quantizer
 from hf_sparse24.facts import RunFacts
 from hf_sparse24.metrics import is_nm_sparse
@@ -225,19 +234,6 @@ def test_missing_and_truncated_shards(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_settings_of_another_quantization_config_are_taken(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method="sr-ste", masked_decay=1e-3, decay_on="weight"))
-    model.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"will be overwritten with the one you passed"):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=Sparse24Config(method="sr-ste", masked_decay=0.5, backend="dense")
-        )
-    config = patched_config(loaded)
-    assert (config.masked_decay, config.backend, config.decay_on) == (0.5, "dense", "weight")
-    assert sparse_run(loaded).method.settings.masked_decay == 0.5
-
-
 def test_a_run_takes_nothing_of_another_run(tmp_path):
     dense, ended = zoo.build("llama"), zoo.build("llama")
     dense.save_pretrained(tmp_path)
@@ -248,22 +244,18 @@ def test_a_run_takes_nothing_of_another_run(tmp_path):
         assert run.config == sparse_run(ended).config and run.facts == RunFacts()
 
 
-@pytest.mark.parametrize(
-    ("passed", "difference"),
-    [({"method": "ste"}, "method='s-ste', now 'ste'"), ({"pattern": "1:4"}, "pattern='2:4', now '1:4'")],
-)
-@pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
-def test_another_method_in_quantization_config_is_refused(passed, difference, tmp_path):
-    patched().save_pretrained(tmp_path)
-    config = Sparse24Config(**{"target_modules": "all-linear"} | passed)
-    with pytest.raises(
-        ValueError, match=rf"\({difference}\): load it without quantization_config, then call unpatch_model"
-    ):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+@pytest.mark.parametrize("format", ["training", "packed"])
+def test_another_config_for_a_sparse_checkpoint_is_refused(format, tmp_path):
+    model = patched()
+    model.save_pretrained(tmp_path) if format == "training" else export_model(model, tmp_path, format)
+    for config in (Sparse24Config(), sparse_run(model).saved):
+        with pytest.raises(ValueError, match="the checkpoint is sparse, with a config of its own"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)  # as the message says
-    unpatch_model(model, sparse=False)
-    patch_model(model, config)
-    assert patched_config(model) == config
+    if format == "packed":
+        unpack_model(model)
+    patch_model(model, Sparse24Config(backend="dense", target_modules="all-linear"))
+    assert patched_config(model).backend == "dense"
 
 
 @pytest.mark.parametrize("pre_quantized", [True, False])

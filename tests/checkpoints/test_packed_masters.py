@@ -10,7 +10,15 @@ import zoo
 from sparse_models import logits
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, export_model, make_model_card, patch_model, sparse_run, sparse_weights
+from hf_sparse24 import (
+    Sparse24Config,
+    export_model,
+    make_model_card,
+    patch_model,
+    sparse_run,
+    sparse_weights,
+    unpack_model,
+)
 from hf_sparse24.weights.sparse_weight import SparseWeight
 from hf_sparse24.weights.storage import PACKED, PackedMaster
 from hf_sparse24_command import main
@@ -100,12 +108,10 @@ def test_every_way_in(tmp_path):
     export_model(model, tmp_path / "packed", "packed")
     model.save_pretrained(tmp_path / "saved")
     for source in ("packed", "saved"):
-        with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
-            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / source, quantization_config=CONFIG)
+        loaded = unpack_model(AutoModelForCausalLM.from_pretrained(tmp_path / source))
+        patch_model(loaded, CONFIG)
         assert torch.equal(logits(loaded), logits(model)) and len(sparse_weights(loaded, PackedMaster)) == 14
-    masked = Sparse24Config(method="fixed-mask", target_modules="all-linear")
-    with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=masked)
+    patch_model(unpack_model(loaded), Sparse24Config(method="fixed-mask", target_modules="all-linear"))
     assert torch.equal(logits(loaded), logits(model)) and len(sparse_weights(loaded)) == 14
 
 
