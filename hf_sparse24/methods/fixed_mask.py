@@ -25,7 +25,7 @@ import sparse24_kernels as kernels
 from torch import Tensor
 
 from ..weights.gemms import PRUNED
-from ..weights.rules import Mask
+from ..weights.rules import Mask, wrong_groups
 from ..weights.storage import WeightView
 from .base import SparseMethod
 from .registry import register_method
@@ -55,15 +55,9 @@ class KeptMaskMethod(SparseMethod):
         return Mask(view.state["mask_bits"])
 
     def check_state(self, view: WeightView) -> str | None:
-        mask, (n, m) = self.mask(view), self.pattern
-        for dim in (0, 1) if self.both_ways else (view.dim,):
-            kept = mask.unflatten(dim, (-1, m)).sum(dim + 1)
-            bad = int(((kept > n) if self.keeps_fewer else (kept != n)).sum())
-            if bad:
-                allowed = f"at most {n}" if self.keeps_fewer else f"exactly {n}"
-                along = "input" if dim == view.dim else "output"
-                return f"mask_bits does not keep {allowed} of every {m} along the {along} dimension in {bad} groups"
-        return None
+        dims = (0, 1) if self.both_ways else (view.dim,)
+        wrong = wrong_groups(self.mask(view), view, self.pattern, dims, exactly=not self.keeps_fewer)
+        return wrong and f"mask_bits {wrong}"
 
 
 @register_method("fixed-mask")

@@ -96,14 +96,24 @@ def check_rule(rule: Rule, view: WeightView, method: Any, operand: str, name: st
     """Raise ValueError where an operand is not N:M that the method says is sparse in a GEMM."""
     if isinstance(rule, Magnitude | SoftThreshold):  # at most N of every M, whatever they are given
         return
-    pattern, dims = method.pattern, [view.dim] if operand == PRUNED and method.gemms.output.sparse else []
+    dims = [view.dim] if operand == PRUNED and method.gemms.output.sparse else []
     if method.transposable and operand == method.gemms.grad_input.weight:
         dims.append(1 - view.dim)
-    mask = mask_of(rule, view, pattern, packed=False)
+    if wrong := wrong_groups(mask_of(rule, view, method.pattern, packed=False), view, method.pattern, dims):
+        way = f"{AVERAGED}; otherwise method {method.name!r} must keep fewer"
+        raise ValueError(f"{name} is not {method.pattern}: it {wrong}; {way}")
+
+
+def wrong_groups(
+    mask: Tensor, view: WeightView, pattern: Pattern, dims: Sequence[int], exactly: bool = False
+) -> str | None:
+    """Where a mask keeps more than N of every M along one of `dims`, or not exactly N; None where nowhere."""
     for dim in dims:
-        bad = int((mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1) > pattern.n).sum())
+        kept = mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1)
+        bad = int(((kept != pattern.n) if exactly else (kept > pattern.n)).sum())
         if bad:
-            along = "input" if dim == view.dim else "output"
-            what = f"{bad} groups keep more than {pattern.n} of {pattern.m} weights along the {along} dimension"
-            way = f"{AVERAGED}; otherwise method {method.name!r} must keep fewer"
-            raise ValueError(f"{name} is not {pattern}: {what}; {way}")
+            allowed, along = "exactly" if exactly else "at most", "input" if dim == view.dim else "output"
+            return (
+                f"does not keep {allowed} {pattern.n} of every {pattern.m} along the {along} dimension in {bad} groups"
+            )
+    return None

@@ -209,8 +209,8 @@ class SparseWeight:
         return [self.storage.out_in(x) if one.backend is DENSE else x for one, x in zip(wanted, tensors)]
 
 
-def _fresh_state(weight: SparseWeight) -> dict[str, Tensor]:
-    states = [weight.method.init_state(view, *weight.run.progress) for view in weight.views()]
+def _fresh_state(weight: SparseWeight, views: Sequence[WeightView] | None = None) -> dict[str, Tensor]:
+    states = [weight.method.init_state(view, *weight.run.progress) for view in views or weight.views()]
     return {name: weight.storage.stacked([state[name] for state in states]) for name in states[0]}
 
 
@@ -225,21 +225,15 @@ def wrong_state(weight: SparseWeight) -> str | None:
     """The fault of a weight's state; None where it has none, and while there is no data."""
     if weight.parameter.is_meta or not weight.state.is_ready:
         return None
-    method = weight.method
-    for name, found in weight.state.items():
-        if weight.is_stack and found.shape[:1] != weight.parameter.shape[:1]:
-            return f"{name} is of shape {tuple(found.shape)}, not one for each of {len(weight.parameter)} experts"
     without_data = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device="meta")
-    views = weight.storage.views(without_data, {name: sharding.whole(tensor) for name, tensor in weight.state.items()})
-    states = [method.init_state(view, *weight.run.progress) for view in views]
-    for name in states[0]:
-        made, found = weight.storage.stacked([state[name] for state in states]), weight.state[name]
+    for name, made in _fresh_state(weight, weight.storage.views(without_data, {})).items():
+        found = weight.state[name]
         both_float = made.is_floating_point() and found.is_floating_point()  # in files, of any precision
         if found.shape != made.shape or not (both_float or found.dtype == made.dtype):
             return f"{name} is {found.dtype} {tuple(found.shape)}, not {made.dtype} {tuple(made.shape)}"
-    for index, view in enumerate(views):
-        reason = method.check_state(view)
-        if reason:
+    whole = {name: sharding.whole(tensor) for name, tensor in weight.state.items()}
+    for index, view in enumerate(weight.storage.views(without_data, whole)):
+        if reason := weight.method.check_state(view):
             return f"expert {index}: {reason}" if weight.is_stack else reason
     return None
 

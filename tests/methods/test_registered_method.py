@@ -181,7 +181,7 @@ def test_what_is_not_nm_is_an_error_the_first_time(registered, hook):
     model = zoo.build("llama")
     patch_model(model, Sparse24Config(method=registered(TooMany)))
     along = "output" if hook == "prune_grad_input" else "input"
-    with pytest.raises(ValueError, match=rf"keep more than 2 of 4 weights along the {along} dimension.*'TooMany'"):
+    with pytest.raises(ValueError, match=rf"at most 2 of every 4 along the {along} dimension.*'TooMany'"):
         model(**zoo.batch()).loss.backward()
 
 

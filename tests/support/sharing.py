@@ -4,10 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import zoo
@@ -54,30 +51,6 @@ def stored_bytes(directory: Path) -> int:
         with safe_open(path, "pt") as file:
             total += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118  not a dict
     return total
-
-
-def resident() -> int:
-    """Bytes of memory that this process has now."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) * 1024
-
-
-def peak_of(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What a call returns, and by how many bytes the memory of the process grew at most meanwhile."""
-    before, peaks, done = resident(), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            peaks.append(resident() - before)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        result = call()
-    finally:
-        done.set()
-        watcher.join()
-    return result, max(peaks)
 
 
 LOAD = """
