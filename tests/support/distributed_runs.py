@@ -6,6 +6,11 @@ import pytest
 import ranks
 import torch
 
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 METHODS: dict[str, dict[str, Any]] = {
     "ste": {},
     "sr-ste": {"masked_decay": 0.05},
@@ -20,6 +25,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "ast": {"masked_decay": 0.05, "mask_interval": 2},
     "own": {},
 }
+SOME = [name if name in ("sr-ste", "t-sr-ste", "slope-adapters") else slow(name) for name in METHODS]
+"""The methods as parameters of tests, most of them in the slow lane."""
 _NAMES = ("ste", "sr-ste", "s-ste", "t-sr-ste", "step", "fixed-mask", "slope", "ast", "own")
 
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_sparse24 import Sparse24Config, Sparse24Trainer
 
 
-def arguments(directory: str | Path, **overrides: Any) -> TrainingArguments:
+def arguments(
+    directory: str | Path, kind: type[TrainingArguments] = TrainingArguments, **overrides: Any
+) -> TrainingArguments:
     """Those of four steps that log each step and save nothing."""
     defaults = {
         "max_steps": 4,
@@ -23,7 +25,7 @@ def arguments(directory: str | Path, **overrides: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return TrainingArguments(str(directory), **(defaults | overrides))
+    return kind(str(directory), **(defaults | overrides))
 
 
 def dataset(rows: int = 32) -> Dataset:

@@ -1,13 +1,11 @@
 """Sparse24Callback in a plain Trainer."""
 
 import pytest
-import torch
 import zoo
 from training_runs import arguments, dataset
 from transformers import Trainer, TrainerCallback
 
 from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
-from hf_sparse24.run import sparse_run
 
 
 def test_the_callback_in_a_plain_trainer_does_the_same(tmp_path):
@@ -21,18 +19,6 @@ def test_the_callback_in_a_plain_trainer_does_the_same(tmp_path):
         logs.append([log for log in run.state.log_history if "loss" in log])
     assert logs[0] == logs[1]
     assert logs[0][0]["flip_rate"] > 0
-
-
-def test_the_callback_resumes_a_model_that_has_been_through_its_dense_tail(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method="s-ste", dense_tail=2))
-    run = Trainer(model, arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=4), train_dataset=dataset())
-    Sparse24Callback.add_to(run)
-    run.train()
-    end = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert sparse_run(model).open_step is None  # nothing is kept once training has ended
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())
 
 
 def test_the_callback_needs_a_patched_model_and_its_trainer(tmp_path):

@@ -117,17 +117,6 @@ def test_step_turns_sparse_when_its_optimizer_switches():
         Sparse24Controller(*patched("step"), total_steps=10)
 
 
-def test_layer_flip_rates_add_up():
-    model, optimizer = patched("ste", lr=0.05)
-    controller = Sparse24Controller(model, optimizer, total_steps=4)
-    run_step(model, optimizer, controller, 0)
-    rates = controller.layer_flip_rates()
-    sizes = {layer_name(name): weight.parameter.numel() for name, weight in sparse_weights(model).items()}
-    assert rates.keys() == sizes.keys() and "model.layers.0.mlp.up_proj" in rates
-    total = sum(rates[name] * sizes[name] for name in rates) / sum(sizes.values())
-    assert controller.metrics()["flip_rate"] == pytest.approx(total) and total > 0
-
-
 def test_no_decay_in_dense_phases_and_for_methods_without():
     for method, arguments in [("sr-ste", {"masked_decay": 0.5, "dense_start": 2}), ("s-ste", {}), ("ste", {})]:
         model, optimizer = patched(method, **arguments)
@@ -199,6 +188,9 @@ def test_flip_rate_is_per_step(method):
             measured.append((before ^ after).float().mean().item())
         assert controller.metrics()["flip_rate"] == pytest.approx(measured[-1])
     assert measured[-1] > 0
+    sizes = {layer_name(name): weight.parameter.numel() for name, weight in weights.items()}
+    flips = sum(rate * sizes[name] for name, rate in controller.layer_flip_rates().items())
+    assert measured[-1] == pytest.approx(flips / sum(sizes.values()))
     assert controller.metrics()["sparse_phase"] == 1.0
     values = torch.cat([weight.parameter.detach().flatten() for weight in weights.values()])
     assert controller.metrics()["kept_magnitude"] == pytest.approx(kept_magnitude(values, after))
@@ -241,23 +233,6 @@ def load_parts(states: list[dict], *parts) -> None:
         part.load_state_dict(state)
 
 
-@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
-def test_a_resumed_loop_equals_an_uninterrupted_one(method):
-    def new(seed=3):
-        model, optimizer = patched(method, **({"mask_interval": 2} if method == "t-sr-ste" else {}))
-        return model, optimizer, Sparse24Controller(model, optimizer, total_steps=8, seed=seed)
-
-    run, other = new(), new(seed=0)
-    for step in range(3):
-        run_step(*run, step, micro_batches=2)
-    load_parts(saved_parts(*run), *other)
-    for step in range(3, 8):
-        run_step(*run, step, micro_batches=2)
-        run_step(*other, step, micro_batches=2)
-    assert all(torch.equal(a, b) for a, b in zip(run[0].state_dict().values(), other[0].state_dict().values()))
-    assert first_weight(other[0]).run.phase == run[2].phase
-
-
 @pytest.mark.parametrize("method", ["s-ste", "fixed-mask"])
 def test_resuming_a_model_that_has_been_through_its_dense_tail(method):
     """State of the checkpoint is kept, though the model in memory was dense."""
@@ -274,18 +249,6 @@ def test_resuming_a_model_that_has_been_through_its_dense_tail(method):
     for step in range(4, 8):
         run_step(model, optimizer, controller, step)
     assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())
-
-
-def test_training_again_after_the_tail_starts_from_fresh_masks():
-    model, optimizer = patched("t-sr-ste")
-    set_phase(model, "dense")
-    with torch.no_grad():
-        for weight in sparse_weights(model).values():
-            weight.parameter.copy_(weight.parameter.flip(0))
-    Sparse24Controller(model, optimizer, total_steps=12)
-    for weight in sparse_weights(model).values():
-        assert weight.run.phase == "sparse"
-        assert torch.equal(weight.mask(), kernels.transposable_mask(weight.parameter))
 
 
 def test_layers_that_are_unfrozen_later_follow_the_method():
@@ -392,35 +355,3 @@ def test_what_has_ended_dense_trains_on_dense(method):
     if method == "t-sr-ste":
         Sparse24Controller(model, torch.optim.AdamW(model.parameters()), total_steps=6)
         assert run.phase == "sparse"
-
-
-def test_no_flips_are_told_of_masks_that_a_dense_tail_leaves_as_they_are():
-    model, optimizer = patched("t-sr-ste", mask_interval=1, dense_tail=2, lr=1e-1)
-    controller = Sparse24Controller(model, optimizer, total_steps=4)
-    told = []
-    for step in range(4):
-        run_step(model, optimizer, controller, step)
-        told.append("flip_rate" in controller.metrics())
-    assert told == [True, False, False, False]
-
-
-def test_fine_tuning_of_what_ended_dense_resumes_dense_in_a_fresh_model():
-    config = {"method": "t-sr-ste", "dense_tail": 1, "mask_interval": 1}
-    model, optimizer = patched(**config)
-    controller = Sparse24Controller(model, optimizer, total_steps=2)
-    for step in range(2):
-        run_step(model, optimizer, controller, step)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    controller = Sparse24Controller(model, optimizer, total_steps=4)
-    for step in range(4):
-        if step == 2:
-            saved = saved_parts(model, optimizer, controller)
-        run_step(model, optimizer, controller, step)
-    end = copy.deepcopy(model.state_dict())
-    model, optimizer = patched(**config)
-    controller = Sparse24Controller(model, optimizer, total_steps=4)
-    load_parts(saved, model, optimizer, controller)
-    assert controller.phase == "dense" and sparse_run(model).facts.finished
-    for step in range(2, 4):
-        run_step(model, optimizer, controller, step)
-    assert all(torch.equal(tensor, end[name]) for name, tensor in model.state_dict().items())

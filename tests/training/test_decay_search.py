@@ -5,15 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from training_runs import decay_trainer
 
 from hf_sparse24 import Sparse24Trainer
 from hf_sparse24.run import patched_config, sparse_run
 from hf_sparse24.training import decay_search
-from hf_sparse24.training.decay_search import DecayTuning, tune_masked_decay
-
-peft_reads_it = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+from hf_sparse24.training.decay_search import DecayTuning
 
 
 @pytest.mark.parametrize("method", ["sr-ste", "t-sr-ste"])
@@ -24,8 +21,8 @@ def test_stronger_decay_flips_less(method, tmp_path):
     assert all(text in str(tuning) for text in ("mu", "1.0e-03", "1.0e+03"))
 
 
-@pytest.mark.parametrize("steepness", [0.2, 0.5, 2.0])
-@pytest.mark.parametrize("crossing", [1e-7, 2e-6, 3e-5, 6e-4, 1e-2, 6e-2, 1.0])
+@pytest.mark.parametrize("steepness", [0.2, 2.0])
+@pytest.mark.parametrize("crossing", [1e-7, 3e-5, 6e-2, 1.0])
 def test_bisection_chooses_what_all_probes_would_in_a_few(crossing, steepness, tmp_path, monkeypatch):
     def mu(decay: float) -> float:
         return 1 / (1 + 0.29 * (decay / crossing) ** steepness)  # 0.775 at the crossing
@@ -108,43 +105,6 @@ def test_auto_on_a_run_that_is_too_short_says_what_to_set(tmp_path):
 def test_dense_probes_that_flip_nothing_say_what_to_change(tmp_path):
     with pytest.raises(ValueError, match="no mask flipped"):
         decay_trainer(tmp_path, decay="auto", learning_rate=0.0).train()
-
-
-def with_adapters(tmp_path, unfrozen: str | None = None) -> Sparse24Trainer:
-    run = decay_trainer(tmp_path, decay="auto", save_strategy="steps", save_steps=6)
-    model = get_peft_model(run.model, LoraConfig(r=2, target_modules=["up_proj"]))
-    for name, parameter in model.named_parameters():
-        if unfrozen is not None and unfrozen in name:
-            parameter.requires_grad_(True)
-    return Sparse24Trainer(model, run.args, train_dataset=run.train_dataset)
-
-
-@peft_reads_it
-def test_auto_has_nothing_to_find_under_adapters(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
-    for resume in (None, str(tmp_path / "checkpoint-6")):
-        run = with_adapters(tmp_path)
-        run.train(resume_from_checkpoint=resume)
-        assert run.state.global_step == 12 and patched_config(run.model).masked_decay == 0.0
-    assert "masked_decay='auto' becomes 0.0: every sparse weight is frozen" in caplog.text
-    with pytest.raises(ValueError, match="no mask flipped"):
-        decay_search.tune_masked_decay(run, (1e-3,), 4)
-
-
-@peft_reads_it
-def test_auto_with_adapters_with_a_sparse_weight_that_trains(tmp_path, monkeypatch):
-    probed = []
-    monkeypatch.setattr(
-        "hf_sparse24.training.trainer.tune_masked_decay",
-        lambda run, *_: probed.append(tune_masked_decay(run, (1e-3,), 4).mu[1e-3]) or DecayTuning(1e-3, {}, 6e-5),
-    )
-    run = with_adapters(tmp_path, unfrozen="down_proj")
-    run.train()
-    assert probed[0] > 0 and patched_config(run.model).masked_decay == 6e-5
-    monkeypatch.setattr("hf_sparse24.training.trainer.tune_masked_decay", None)
-    resumed = with_adapters(tmp_path, unfrozen="down_proj")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert patched_config(resumed.model).masked_decay == 6e-5
 
 
 def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):

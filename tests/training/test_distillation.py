@@ -49,7 +49,7 @@ def trainer(tmp_path, model=None, teacher=None, distillation=None, config=None, 
         train_dataset=dataset(),
         eval_dataset=dataset(6),
         sparse24_config=config or (None if model and sparse_weights(model) else Sparse24Config(method="ste")),
-        teacher=teacher or zoo.build("llama", seed=1),
+        teacher=zoo.build("llama", seed=1) if teacher is None else teacher or None,
         distillation=distillation,
         **passed,
     )
@@ -86,19 +86,14 @@ def plainly(student, teacher, inputs, config, shifted) -> dict[str, torch.Tensor
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_kl_divergence_is_that_of_autograd(dtype):
-    """Whatever the incoming gradient."""
-    student, teacher = torch.randn(5, 7, dtype=dtype, requires_grad=True), torch.randn(5, 7, dtype=dtype)
-    loss = KLDivergence.apply(student, teacher, 2.5)
-    (-3 * loss).backward()
-    copy = student.detach().double().requires_grad_()
-    ours, theirs = ((logits.double() / 2.5).log_softmax(-1) for logits in (copy, teacher))
-    whole = 2.5**2 * kl_div(ours, theirs, log_target=True, reduction="sum")
-    (-3 * whole).backward()
-    torch.testing.assert_close(loss.double(), whole, rtol=1e-5, atol=1e-6)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(student.grad.double(), copy.grad, **tolerance)
+def test_the_gradient_of_the_kl_divergence():
+    student, teacher = torch.randn(2, 5, 7, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: KLDivergence.apply(x, teacher, 2.5), student.requires_grad_())
+    rounded = student.detach().bfloat16().requires_grad_()
+    for x in (student, rounded):
+        (-3 * KLDivergence.apply(x, teacher.to(x.dtype), 2.5)).backward()
+    assert rounded.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.grad.double(), student.grad, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2", "modernbert", "deberta-v2", "roberta"])
@@ -159,24 +154,6 @@ def test_evaluation_is_without_the_teacher(tmp_path):
     plain = Trainer(run.model, run.args, eval_dataset=dataset(6))
     find_distiller(run.model).teacher = None
     assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    def run(**overrides):
-        return trainer(
-            tmp_path,
-            config=Sparse24Config(method="t-sr-ste", mask_interval=2),
-            distillation=GIVEN,
-            max_steps=6,
-            **overrides,
-        )
-
-    whole = run(save_strategy="steps", save_steps=3)
-    whole.train()
-    resumed = run()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(weights(whole.model), weights(resumed.model))
-    assert logged(whole) == logged(resumed) and len(logged(whole)) == 6
 
 
 def test_the_teacher_stays_as_it_is_and_out_of_checkpoints(tmp_path):
@@ -285,6 +262,7 @@ def below_an_adapter():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: {"teacher": False, "distillation": GIVEN}, "distillation=.* without a teacher"),
         (below_an_adapter, "shares weights"),
         (classifier, "LlamaForSequenceClassification is no causal or masked language model"),
         (lambda: {"teacher": zoo.build("bert")}, "teacher=BertForMaskedLM"),
@@ -296,11 +274,6 @@ def below_an_adapter():
 def test_what_does_not_fit_is_refused(tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **make()).train()
-
-
-def test_a_distillation_needs_a_teacher(tmp_path):
-    with pytest.raises(ValueError, match="without a teacher"):
-        Sparse24Trainer(zoo.build("llama"), arguments(tmp_path), distillation=GIVEN)
 
 
 def test_batches_without_labels_are_refused(tmp_path):

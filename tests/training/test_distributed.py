@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 import zoo
-from distributed_runs import METHODS, check_equal, settings
+from distributed_runs import METHODS, SOME, check_equal, settings
 from training_runs import arguments
 
 from hf_sparse24 import (
@@ -16,16 +16,19 @@ from hf_sparse24 import (
     Sparse24Trainer,
     export_model,
     patch_model,
-    sparse_weights,
     unpatch_model,
 )
 from hf_sparse24.run import patched_config
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("method", SOME)
+def test_two_processes_train_as_one_by_ddp(method):
+    check_equal(2, "llama", settings(method), "ddp")
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_two_processes_train_as_one(method, engine):
-    check_equal(2, "llama", settings(method), engine)
+def test_two_processes_train_as_one_by_fsdp2(method):
+    check_equal(2, "llama", settings(method), "fsdp2")
 
 
 @pytest.mark.slow
@@ -98,16 +101,6 @@ def _fsdp1(rank, world):
         if not use_orig_params:
             with pytest.raises(RuntimeError, match="FSDP1"):
                 unpatch_model(wrapped)
-
-
-def test_random_streams_differ_by_process_and_are_the_same_again():
-    first, again = (ranks.run(2, _keys) for _ in range(2))
-    assert first == again and not set(first[0]) & set(first[1])
-
-
-def _keys(rank, world):
-    model, _, _ = ranks.make("llama", settings("s-ste"), "one", 4)
-    return [int(weight.rng_key) for weight in sparse_weights(model).values()]
 
 
 def _trainer(folder, **settings):

@@ -24,11 +24,18 @@ def accelerator(**plugin) -> SimpleNamespace:
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:FutureWarning")
-def test_fsdp1_is_refused_before_anything_starts():
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ({"fsdp_version": 1}, r"FSDP1 flattens weights.* use FSDP2, by `fsdp_version: 2`"),
+        ({"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}, r"SHARDED_STATE_DICT.*FULL_STATE_DICT"),
+    ],
+)
+def test_an_engine_that_fails_later_is_refused_before_anything_starts(plugin, message):
     model = zoo.build("llama")
     patch_model(model)
-    with pytest.raises(ValueError, match=r"FSDP1 flattens weights.* use FSDP2, by `fsdp_version: 2`"):
-        check_engine(accelerator(fsdp_version=1), model)
+    with pytest.raises(ValueError, match=message):
+        check_engine(accelerator(**plugin), model)
 
 
 def test_loading_that_sends_no_buffers_is_refused():
@@ -40,13 +47,6 @@ def test_loading_that_sends_no_buffers_is_refused():
     check_engine(efficient, without_state)
     with pytest.raises(ValueError, match=r"'scale'.*`fsdp_cpu_ram_efficient_loading: false`"):
         check_engine(efficient, model)
-
-
-def test_checkpoints_without_a_config_are_refused():
-    model = zoo.build("llama")
-    patch_model(model)
-    with pytest.raises(ValueError, match=r"SHARDED_STATE_DICT.*FULL_STATE_DICT"):
-        check_engine(accelerator(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT"), model)
 
 
 def test_fsdp2_as_accelerate_wraps():

@@ -6,7 +6,7 @@ import ranks
 import torch
 import torch.distributed.checkpoint as dcp
 import zoo
-from distributed_runs import assert_same_tensors, check_equal, settings
+from distributed_runs import assert_same_tensors, check_equal, settings, slow
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,12 +23,12 @@ from hf_sparse24_command import main
 ODD = {"n_embd": 36, "n_inner": 76}  # half of the inputs is no multiple of 4
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "s-ste", "t-sr-ste"])
+@pytest.mark.parametrize("method", [slow("sr-ste"), slow("s-ste"), "t-sr-ste"])
 def test_conv1d_whose_groups_lie_in_two_processes(method):
     check_equal(2, "gpt2", settings(method), "fsdp2", sizes=ODD)
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "fixed-mask"])
+@pytest.mark.parametrize("method", [slow("sr-ste"), "fixed-mask"])
 def test_four_processes_of_which_one_holds_nothing(method):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6}  # k_proj's 6 rows are split 2, 2, 2, 0
     check_equal(4, "llama", settings(method), "fsdp2", sizes={"hidden_size": 32, "intermediate_size": 12} | heads)
@@ -151,20 +151,9 @@ def _export(rank, world, directory, format, sizes):
     export_model(model, directory, format)
 
 
-def test_every_process_refuses_to_export_over_another_model(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "adapter_config.json").write_text("{}")
-    ranks.run(2, _failing_export, tmp_path / "there")
-
-
-def _failing_export(rank, world, directory):
-    model, _, _ = ranks.make("llama", settings("t-sr-ste"), "fsdp2", 4)
-    with pytest.raises(ValueError, match=r"adapter_config\.json"):
-        export_model(model, directory)
-
-
-@pytest.mark.parametrize("worlds", [(2, 3), (3, 2), (2, 1)])  # of 3, one holds less than the others
-@pytest.mark.parametrize("method", ["t-sr-ste", "step", "s-ste"])
+@pytest.mark.parametrize(  # of 3 processes, one holds less than the others
+    ("method", "worlds"), [("t-sr-ste", (2, 3)), ("step", (3, 2)), ("s-ste", (2, 1)), slow("step", (2, 3))]
+)
 def test_sharded_checkpoints_of_n_processes_resume_on_m(tmp_path, method, worlds):
     config = settings(method) | ({"weight_grad": "dense"} if method != "step" else {})
     before, after = worlds
@@ -223,17 +212,6 @@ def _save_pretrained(rank, world, folder):
     return ranks.state_of(model)
 
 
-def test_patching_comes_first():
-    ranks.run(2, _patch_late)
-
-
-def _patch_late(rank, world):
-    model = zoo.build("llama")
-    fully_shard(model)
-    with pytest.raises(ValueError, match=r"already sharded by FSDP2 .* patch first, then shard"):
-        patch_model(model)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in PEFT
 def test_lora_on_a_sharded_base():
     one = _lora_losses(0, 1, "one")
@@ -262,14 +240,21 @@ def _lora_losses(rank, world, engine):
     return losses
 
 
-def test_what_comes_too_late_is_refused():
-    for adapters, unpatched in ranks.run(2, _too_late):
+def test_what_comes_too_late_is_refused(tmp_path):
+    """And by every process an export over another model."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for adapters, unpatched in ranks.run(2, _too_late, tmp_path):
         assert "not sharded 4 parameters that train, such as one of shape (4, 32)" in adapters
         assert "is sharded: " in unpatched
 
 
-def _too_late(rank, world):
-    model = zoo.build("llama")
+def _too_late(rank, world, directory):
+    model, dense = zoo.build("llama"), zoo.build("llama")
+    fully_shard(dense)
+    with pytest.raises(ValueError, match=r"already sharded by FSDP2 .* patch first, then shard"):
+        patch_model(dense)
     patch_model(model)
     ranks.shard(model, "fsdp2")
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
+        export_model(model, directory)
     return ranks.refusals(model)

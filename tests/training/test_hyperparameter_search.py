@@ -2,7 +2,6 @@
 
 import types
 
-import pytest
 import zoo
 from training_runs import arguments, dataset
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
@@ -48,11 +47,10 @@ def search(monkeypatch, tmp_path, config, trials, **overrides) -> Trials:
     return backend
 
 
-@pytest.mark.parametrize("method", ["s-ste", "step"])
-def test_hyperparameter_search_patches_the_model_of_every_trial(tmp_path, monkeypatch, method):
-    """`step` too, which makes another optimizer: a trial with the settings of the first one ends where that one did."""
+def test_hyperparameter_search_patches_the_model_of_every_trial(tmp_path, monkeypatch):
+    """`step` makes another optimizer: a trial with the settings of the first one ends where that one did."""
     trials = [{"learning_rate": rate, "max_steps": steps} for rate, steps in ((1e-2, 3), (1e-3, 2), (1e-2, 3))]
-    runs = search(monkeypatch, tmp_path, Sparse24Config(method=method), trials).runs
+    runs = search(monkeypatch, tmp_path, Sparse24Config(method="step"), trials).runs
     losses = [objective for objective, *_ in runs]
     assert losses[0] == losses[2] != losses[1]
     assert [rate for _, rate, *_ in runs] == [1e-2, 1e-3, 1e-2]

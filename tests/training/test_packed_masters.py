@@ -49,9 +49,10 @@ def run(name: str, config: dict, optimizer: str, steps: int = 6):
     return model, own, log, controller
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("method", ["fixed-mask", "slope"])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "method"),
+    [("llama", "adamw", "fixed-mask"), ("gpt2", "fused", "slope"), ("llama", "momentum", "slope")],
+)
 def test_it_trains_as_the_masked_master_does(name, optimizer, method):
     expected, _, expected_log, _ = run(name, FIXED | {"method": method}, optimizer)
     model, _, log, controller = run(name, PACKED | {"method": method}, optimizer)
@@ -71,7 +72,7 @@ def test_the_optimizers_state_is_exactly_half():
             assert 2 * ours.state[weight.master][moment].nbytes == dense.nbytes
 
 
-@pytest.mark.parametrize(("name", "pattern"), [("llama", "2:4"), ("gpt2", "2:4"), ("llama", "16:32"), ("gpt2", "6:8")])
+@pytest.mark.parametrize(("name", "pattern"), [("llama", "2:4"), ("gpt2", "6:8")])
 def test_a_resumed_run_equals_an_uninterrupted_one(name, pattern, tmp_path):
     config = CONFIG.replace(pattern=pattern)
     saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
@@ -93,24 +94,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, pattern, tmp_path):
     assert all(
         not torch.equal(weight.master, before[key]) for key, weight in sparse_weights(loaded, PackedMaster).items()
     )
-
-
-def test_a_run_of_another_master_is_refused(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    train(tmp_path, config=Sparse24Config(**FIXED), **saving)
-    run = Sparse24Trainer(
-        zoo.build("llama"), arguments(tmp_path, **saving), train_dataset=dataset(), sparse24_config=CONFIG
-    )
-    with pytest.raises(ValueError, match=r"cannot resume from .* master='dense', now 'packed'"):
-        run.train(resume_from_checkpoint=True)
-
-
-def test_an_optimizer_that_lacks_the_values_is_refused():
-    model = zoo.build("llama")
-    before = torch.optim.AdamW(model.parameters())
-    patch_model(model, CONFIG)
-    with pytest.raises(ValueError, match=r"does not hold .*q_proj.weight, which is trainable"):
-        Sparse24Controller(model, before, total_steps=2)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

@@ -49,19 +49,3 @@ def test_a_run_is_finished_only_where_the_switch_came(tail, skips):
     assert optimizer.switched is not skips
     assert run.phase == ("dense" if skips or tail else "sparse")
     assert run.facts.finished is bool(tail and not skips)
-
-
-@pytest.mark.parametrize("steps", [2, 5])
-def test_a_switch_at_a_fixed_step(steps):
-    """Equal limits: no statistic decides, whatever the gradients are."""
-    fixed = {"switch_after": steps, "switch_by": steps}
-    model = sparse_models.patched("llama", method="step", **fixed)
-    optimizer = sparse_run(model).method.make_optimizer(step_param_groups(model), total_steps=6, lr=1e-3, eps=1e9)
-    controller = Sparse24Controller(model, optimizer, total_steps=6)
-    phases = []
-    for seed in range(6):
-        phases.append(controller.phase)
-        model(**zoo.batch(seed)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert phases == ["dense"] * steps + ["sparse"] * (6 - steps)

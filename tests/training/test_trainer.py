@@ -36,17 +36,6 @@ def test_patches_by_default_and_keeps_a_patched_model(tmp_path, caplog):
     assert patched_config(model).weight_grad == "mvue"
 
 
-def test_model_init(tmp_path):
-    run = Sparse24Trainer(
-        args=arguments(tmp_path),
-        model_init=lambda: zoo.build("llama"),
-        train_dataset=dataset(),
-        sparse24_config=Sparse24Config(method="ste"),
-    )
-    run.train()
-    assert patched_config(run.model).method == "ste" and "flip_rate" in run.state.log_history[0]
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -129,16 +118,6 @@ def test_where_nothing_sparse_trains_a_method_needs_no_optimizer_of_its_own(tmp_
     assert all(map(torch.equal, after, sparse.values()))
 
 
-def test_step_logs_what_its_switch_waits_for(tmp_path):
-    """Until it switches; windows are a step long here."""
-    config = Sparse24Config(method="step", switch_after=1, switch_by=4)
-    run = train(tmp_path, config=config, adam_beta2=0.0, logging_steps=1, max_steps=6)
-    logged = {log["step"]: log.get("switch_statistic") for log in run.state.log_history if "loss" in log}
-    assert [step for step, value in logged.items() if value is not None] == [1, 2, 3]
-    assert [log["step"] for log in run.state.log_history if log.get("switch_threshold") == 1e-8] == [1, 2, 3]
-    assert [log["sparse_phase"] for log in run.state.log_history if "loss" in log] == [0, 0, 0, 1, 1, 1]
-
-
 def test_gradient_checkpointing_changes_nothing(tmp_path):
     for method in ("s-ste", "t-sr-ste"):
         config = Sparse24Config(method=method, target_modules="all-linear")
@@ -148,35 +127,6 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
         (enable or checkpointing.gradient_checkpointing_enable)()
         plain, checkpointed = train(tmp_path, config=config), train(tmp_path, checkpointing, config)
         assert torch.equal(weights(plain.model), weights(checkpointed.model))
-
-
-def test_accumulation_equals_one_big_batch(tmp_path):
-    """Masked decay included: it does not depend on the number of micro-batches. (Not MVUE: its samples do.)"""
-    config = Sparse24Config(method="sr-ste", masked_decay=0.1)
-    sizes = ({"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1})
-    whole, parts = (train(tmp_path, config=config, optim="sgd", learning_rate=0.1, **each) for each in sizes)
-    torch.testing.assert_close(weights(whole.model), weights(parts.model))
-    other = Sparse24Config(method="sr-ste", masked_decay=0.4)
-    moved = weights(train(tmp_path, config=other, optim="sgd", learning_rate=0.1, **sizes[0]).model)
-    assert (moved - weights(whole.model)).abs().max() > 1e-4, "the decay would not be seen"
-
-
-def test_micro_batches_draw_their_own_samples(tmp_path):
-    model = zoo.build("llama")
-    patch_model(model)
-    seen = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(
-        lambda layer, *_: seen.append(int(layer.sparse24["weight"].rng_key)) if layer.training else None
-    )
-    train(tmp_path, model, gradient_accumulation_steps=3)
-    assert len(seen) == 12 and len(set(seen)) == 12
-
-
-def test_bf16_autocast(tmp_path):
-    run = train(tmp_path, bf16=True)
-    assert weights(run.model).isfinite().all()
-    assert all(p.dtype == torch.float32 for p in run.model.parameters())
-    assert not torch.equal(weights(run.model), weights(train(tmp_path).model))
 
 
 @pytest.mark.slow
@@ -281,22 +231,6 @@ def test_flip_rates_logged_by_the_epoch_are_fresh(tmp_path):
     run = train(tmp_path, max_steps=-1, num_train_epochs=3, logging_strategy="epoch", learning_rate=1e-2)
     rates = [log["flip_rate"] for log in run.state.log_history if "loss" in log]
     assert len(set(rates)) == 3
-
-
-def test_fp8_and_step_train(tmp_path):
-    for config in (Sparse24Config(fp8=True), Sparse24Config(method="step", switch_by=2, switch_after=1)):
-        run = train(tmp_path, config=config)
-        assert weights(run.model).isfinite().all() and run.state.log_history[2]["sparse_phase"] == 1.0
-
-
-def test_too_few_steps_for_the_schedule(tmp_path):
-    with pytest.raises(ValueError, match=r"total_steps=4 .*dense_start=2 .*dense_tail=2"):
-        train(tmp_path, config=Sparse24Config(dense_start=2, dense_tail=2))
-
-
-def test_masked_language_model_with_deberta(tmp_path):
-    run = train(tmp_path, model=zoo.build("deberta-v2"), config=Sparse24Config(target_modules="all-linear"))
-    assert weights(run.model).isfinite().all()
 
 
 def test_the_config_of_a_finished_run_trains_a_dense_model_sparse_from_the_start(tmp_path):

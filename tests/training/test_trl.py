@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import training_runs
 import zoo
 from datasets import Dataset
 from huggingface_hub import ModelCard
@@ -60,22 +61,12 @@ def saved_policy(start: str, directory, config: Sparse24Config = CONFIG):
     return AutoModelForCausalLM.from_pretrained(directory)
 
 
+SETTINGS = {"max_steps": 6, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 3}
+ON_CPU = {"bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False}
+
+
 def arguments(kind, tmp_path, **settings):
-    defaults = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-    }
-    return kind(str(tmp_path), **(defaults | settings))
+    return training_runs.arguments(tmp_path, kind, **SETTINGS | ON_CPU | settings)
 
 
 def sft(start, tmp_path, model=None, **settings):

@@ -16,8 +16,9 @@ import torch
 import zoo
 from distributed_runs import METHODS, assert_same_tensors, settings
 from torch import nn
-from transformers import AutoModelForCausalLM, TrainingArguments
-from transformers.integrations.deepspeed import HfDeepSpeedConfig, set_hf_deepspeed_config, unset_hf_deepspeed_config
+from training_runs import arguments, decay_trainer
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model, sparse_weights
 
@@ -200,45 +201,16 @@ def _trainer(rank, world, folder, config, checkpoint):
     torch.manual_seed(0)
     data = [{key: value[0] for key, value in zoo.batch(i).items()} for i in range(64)]
     sparse = Sparse24Config(method="t-sr-ste", masked_decay=0.05, mask_interval=2, dense_tail=1, weight_grad="dense")
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=4 // world,
-        gradient_accumulation_steps=2,
-        max_steps=5,
-        learning_rate=1e-2,
-        adam_epsilon=1e-4,
-        logging_steps=1,
-        save_steps=3,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        deepspeed=config,
-    )
-    trainer = Sparse24Trainer(zoo.build("llama"), arguments, train_dataset=data, sparse24_config=sparse)
+    sizes = {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2, "max_steps": 5}
+    saving = {"save_strategy": "steps", "save_steps": 3, "deepspeed": config}
+    given = arguments(folder, learning_rate=1e-2, adam_epsilon=1e-4, **sizes, **saving)
+    trainer = Sparse24Trainer(zoo.build("llama"), given, train_dataset=data, sparse24_config=sparse)
     trainer.train(resume_from_checkpoint=folder / checkpoint if checkpoint else None)
     names = ("loss", "grad_norm", "sparse_phase", "kept_magnitude", "flip_rate")
     log = [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history[:-1]]
     unset_hf_deepspeed_config()
     saved = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-5").state_dict()
     return log, all(torch.equal(tensor, saved[name]) for name, tensor in trainer.model.state_dict().items())
-
-
-@needs_deepspeed
-@pytest.mark.slow
-def test_what_does_not_fit_is_refused_by_deepspeeds_own_classes(tmp_path):
-    zoo.build("llama").save_pretrained(tmp_path)
-    ranks.run(1, _refusals, tmp_path, timeout=300)
-
-
-def _refusals(rank, world, folder):
-    model, optimizer = _make("ste")
-    engine = _engine(model, optimizer, 2)
-    with pytest.raises(ValueError, match=r"does not hold .*engine.optimizer"):
-        Sparse24Controller(engine, optimizer, total_steps=STEPS)
-    chosen = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
-    with pytest.raises(ValueError, match="DeepSpeed is set to ZeRO-3"):
-        AutoModelForCausalLM.from_pretrained(folder, quantization_config=Sparse24Config())
-    del chosen
 
 
 # Without DeepSpeed.
@@ -277,11 +249,7 @@ def test_zero_3_is_refused_before_a_model_is_patched():
 
 
 def test_no_decay_is_searched_with_deepspeed(tmp_path):
-    trainer = Sparse24Trainer(
-        zoo.build("llama"),
-        TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
-        sparse24_config=Sparse24Config(method="sr-ste", masked_decay="auto"),
-    )
+    trainer = decay_trainer(tmp_path, "auto")
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match=r"masked_decay='auto' .* DeepSpeed"):
         trainer.tune_masked_decay()
