@@ -42,8 +42,6 @@ class PackedFormat:
         version, weights, export = (values.get(key) for key in ("version", "weights", "export"))
         if type(version) is not int or version != cls.VERSION:
             raise ValueError(f"packed.version={version!r}: this version of hf_sparse24 reads {cls.VERSION}")
-        if "files" in values:
-            raise ValueError("packed.files: a commit before this release wrote it; export the model again")
         stored = values.get("values")
         if stored not in VALUES:
             raise ValueError(f"packed.values={stored!r}: must be one of {list(VALUES)}")

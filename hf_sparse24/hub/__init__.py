@@ -2,8 +2,7 @@
 
     push.py      push_to_hub: the export of a model with its card, in one commit
     card.py      the model card: what is sparse, how to load it, how it was trained, how it compares
-    picture.py   the picture of a run: losses, flip rate and kept magnitude
-    losses.py    what the log of a Trainer says by the step
+    picture.py   the log of a run: its last evaluation, and the picture of losses, flip rate and kept magnitude
 
 The core asks `extensions.hub` for them.
 """

@@ -29,8 +29,7 @@ from ..version import __version__
 from ..weights.sharding import rank
 from ..weights.sparse_weight import first_of_each, sparse_weights
 from ..weights.storage import TRAINED
-from .losses import Logs, by_step, last_evaluation, metrics_of
-from .picture import write_picture
+from .picture import Logs, by_step, last_evaluation, metrics_of, write_picture
 
 logger = get_logger(__name__)
 

@@ -1,17 +1,21 @@
-"""The picture of a run, by Matplotlib, an optional package: losses, flip rate and kept magnitude over the steps."""
+"""The log of a run: its last evaluation, and its picture, by Matplotlib, an optional package."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from operator import index
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..progress import get_logger
-from .losses import History, Logs, by_step
 
 logger = get_logger(__name__)
 
+Logs = Sequence[Mapping[str, Any]]  # `trainer.state.log_history`
+History = dict[int, dict[str, float]]  # numbers by the step and by name
+
+_NOT_METRICS = ("epoch", "_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 PICTURE = "training.png"
 MIN_LOGS = 10  # training draws no picture of fewer losses: they are as quickly read in its log
 _LINE, _GRID = "#1d5fd1", "#e4e8ee"
@@ -23,6 +27,29 @@ class Line(NamedTuple):
     name: str
     points: Sequence[tuple[int, float]]
     is_evaluation: bool = False
+
+
+def by_step(log_history: Logs) -> History:
+    """The numbers that were logged with a loss or an evaluation. TypeError: a step is no integer."""
+    history: History = {}
+    for entry in log_history:
+        numbers = {key: value for key, value in entry.items() if isinstance(value, int | float)}
+        if any(key == "loss" or key.startswith("eval_") for key in numbers):
+            step = index(entry["step"])
+            del numbers["step"]
+            history.setdefault(step, {}).update(numbers)
+    return dict(sorted(history.items()))
+
+
+def last_evaluation(history: History) -> dict[str, float]:
+    """The numbers of the last evaluation by their names, `eval_loss` and others; empty where there was none."""
+    evaluations = ({key: x for key, x in row.items() if key.startswith("eval_")} for row in reversed(history.values()))
+    return next(filter(None, evaluations), {})
+
+
+def metrics_of(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of an evaluation that measure the model, not the time that it took."""
+    return {name: value for name, value in numbers.items() if not name.endswith(_NOT_METRICS)}
 
 
 def is_available() -> bool:

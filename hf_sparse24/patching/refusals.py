@@ -13,12 +13,12 @@ from ..weights.sparse_weight import SparseWeight
 
 # Wrappers that hold on to a model's parameters or code, by class name so that nothing need be imported.
 _WRAPPERS = {
-    "OptimizedModule": "it is already compiled; patch first, then call torch.compile",
-    "FullyShardedDataParallel": "FSDP1 wraps it, and flattens weights; patch first, then shard by FSDP2 (fully_shard)",
-    "FSDPModule": "it is already sharded by FSDP2 (fully_shard); patch first, then shard",
-    "DistributedDataParallel": "it is already wrapped by DDP; patch first, then wrap",
-    "DataParallel": "it is already wrapped by DataParallel; patch first, then wrap",
-    "DeepSpeedEngine": "it is already a DeepSpeed engine; patch first, then initialize DeepSpeed",
+    "OptimizedModule": "torch.compile",
+    "FullyShardedDataParallel": "FSDP1, which flattens weights (take FSDP2, fully_shard)",
+    "FSDPModule": "FSDP2 (fully_shard)",
+    "DistributedDataParallel": "DDP",
+    "DataParallel": "DataParallel",
+    "DeepSpeedEngine": "DeepSpeed",
 }
 
 
@@ -40,10 +40,9 @@ def check_trainable(weights: Mapping[str, SparseWeight]) -> None:
 def reject_wrapped(model: nn.Module) -> None:
     for module in model.modules():
         for cls in type(module).__mro__:
-            if cls.__name__ in _WRAPPERS:
-                raise ValueError(f"cannot patch this model: {_WRAPPERS[cls.__name__]}")
-        if module._compiled_call_impl is not None:
-            raise ValueError(f"cannot patch this model: {_WRAPPERS['OptimizedModule']}")
+            name = cls.__name__ if module._compiled_call_impl is None else "OptimizedModule"
+            if name in _WRAPPERS:
+                raise ValueError(f"{_WRAPPERS[name]} holds on to this model already: patch or unpatch it before")
 
 
 def reject_quantized(model: nn.Module) -> None:

@@ -176,7 +176,9 @@ def find_place(model: nn.Module, name: str, parameter: str) -> Place:
     # Below an adapter of PEFT a layer goes by the name that it has without one, too.
     names = dict.fromkeys([*own, *map(name_without_adapters, own)])
     aliases = [alias for own in names for alias in aliases_of(model, own)]
-    return Place(path, parameter, aliases, block, _sublayer(texts), any(map(_ROUTER.search, texts)))
+    kinds = {"attention": _ATTENTION, "mlp": _FEED_FORWARD}
+    sublayer = next((kind for kind, names in kinds.items() if any(map(names.search, texts))), None)
+    return Place(path, parameter, aliases, block, sublayer, any(map(_ROUTER.search, texts)))
 
 
 def aliases_of(model: nn.Module, name: str) -> list[str]:
@@ -184,12 +186,6 @@ def aliases_of(model: nn.Module, name: str) -> list[str]:
     if not prefix:
         return [name]
     return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
-
-
-def _sublayer(names: list[str]) -> str | None:
-    if any(_ATTENTION.search(text) for text in names):
-        return "attention"
-    return "mlp" if any(_FEED_FORWARD.search(text) for text in names) else None
 
 
 def _picked(field: str, value: str | list[str] | None, places: dict[str, Place]) -> set[str]:

@@ -22,7 +22,7 @@ from hf_sparse24 import (
 from hf_sparse24.config import SavedConfig
 from hf_sparse24.hub import picture
 from hf_sparse24.hub.card import BEGIN, END, write_model_card
-from hf_sparse24.hub.losses import by_step, last_evaluation, metrics_of
+from hf_sparse24.hub.picture import by_step, last_evaluation, metrics_of
 from hf_sparse24.methods import METHODS
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]

@@ -30,7 +30,7 @@ def test_a_training_checkpoint_is_refused_with_the_command_that_exports_it():
 @pytest.mark.parametrize("version", [1, 4, "3", None])
 def test_an_unknown_version_is_refused(version):
     with pytest.raises(ValueError, match=f"packed.version={version!r}"):
-        read_format({"packed": {"version": version, "weights": WEIGHTS, "files": {}}})
+        read_format({"packed": {"version": version, "weights": WEIGHTS}})
 
 
 def test_a_stacked_layer_is_packed_where_its_parts_are():

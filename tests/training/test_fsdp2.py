@@ -251,7 +251,7 @@ def test_what_comes_too_late_is_refused(tmp_path):
 def _too_late(rank, world, directory):
     model, dense = zoo.build("llama"), zoo.build("llama")
     fully_shard(dense)
-    with pytest.raises(ValueError, match=r"already sharded by FSDP2 .* patch first, then shard"):
+    with pytest.raises(ValueError, match=r"FSDP2 .* holds on to this model"):
         patch_model(dense)
     patch_model(model)
     ranks.shard(model, "fsdp2")
