@@ -9,7 +9,6 @@ from . import reference
 from .checks import (
     INPUTS,
     check_device,
-    check_dim,
     check_floating,
     check_form,
     check_groups,
@@ -159,15 +158,11 @@ def prune_forms(
     `"magnitude"`, `"soft-threshold"` (with `scale`) or `"mask"` (with `mask`). ValueError: an unknown rule or form, or
     arguments that do not fit.
     """
-    check_floating("prune_forms", weight=weight)
+    check_is(Tensor, "prune_forms", weight=weight)
     check_matrix("prune_forms", weight=weight)
     check_one_of(RULES, rule=rule)
-    check_pattern("prune_forms", n, m)
     if not isinstance(forms, (list, tuple)) or not forms or any(forms.count(form) > 1 for form in forms):
         raise ValueError(f"forms={forms!r}: must be a list of different forms of {list(FORMS)}")
-    groups = None if rule == "mask" else check_dim("prune_forms", weight, dim)
-    for form in forms:
-        check_form("prune_forms", form, weight, groups, weight.dtype if dtype is None else dtype)
     return _checked("prune_forms", weight, dtype, Pruning(rule, n, m, dim, mask, scale, forms=forms))
 
 
@@ -179,12 +174,12 @@ def _checked(name: str, weight: Tensor, dtype: torch.dtype | None, how: Pruning)
         check_floating(name, weight=weight)
         check_mask(name, how.mask, weight)
         check_device(name, weight, how.mask)
-        dim = max(weight.dim() - 1, 0)  # an elementwise rule has no groups
+        groups, dim = None, max(weight.dim() - 1, 0)  # an elementwise rule has no groups
     else:
         if how.mask is not None:
             raise ValueError(f"{name}: rule={how.rule!r} makes its own mask; leave mask out or choose rule='mask'")
         check_pattern(name, how.n, how.m)
-        dim = check_groups(name, weight, how.m, how.dim)
+        groups = dim = check_groups(name, weight, how.m, how.dim)
     if how.scale is not None:
         if how.rule != "soft-threshold":
             raise ValueError(f"{name}: rule={how.rule!r} has no scale")
@@ -196,6 +191,8 @@ def _checked(name: str, weight: Tensor, dtype: torch.dtype | None, how: Pruning)
     dtype = weight.dtype if dtype is None else dtype
     if dtype not in INPUTS:
         raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in INPUTS]}")
+    for form in how.forms:
+        check_form(name, form, weight, groups, dtype)
     return _prune(weight, *how._replace(dim=dim, dtype=dtype, forms=",".join(how.forms)))
 
 

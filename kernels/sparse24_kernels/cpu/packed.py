@@ -1,11 +1,10 @@
 """Linear layers with packed weights, and packed weights made dense, by the kernels for CPUs."""
 
-import torch
 from torch import Tensor
 
 from .. import reference
-from ..checks import described
-from ..formats import STEP, scale_columns
+from ..checks import check_packed, described
+from ..formats import STEP, Packed
 from .library import DTYPES, addresses, loaded
 from .memory import reused_memory
 
@@ -58,20 +57,12 @@ def _values_of_a_step(
 ) -> int:
     """How many of `STEP` weights are kept; ValueError for sizes, dtypes or devices with which the kernels would read
     what is not theirs."""
-    rows, k = (mask.shape[0], 8 * mask.shape[1]) if mask.dim() == 2 else (0, 0)
-    kept = values.shape[1] if values.dim() == 2 else 0
-    dtype = values.dtype if scales is None else scales.dtype
-    fits = k > 0 and mask.dtype == torch.uint8 and m > 1 and not STEP % m and not k % m and not kept * m % k
-    fits = fits and 0 < kept < k and values.shape == (rows, kept)
-    fits &= scales is None or (values.dtype == torch.int8 and scales.shape == (rows, scale_columns(k)))
-    fits &= values.is_cpu and mask.is_cpu and (scales is None or scales.is_cpu)
-    fits &= x is None or (x.dim() == 2 and x.shape[1] == k and x.dtype == dtype and x.is_cpu)
-    fits &= bias is None or (bias.shape == (rows,) and bias.dtype == dtype and bias.is_cpu)
+    packed = Packed(values, mask, scales, m)
+    check_packed("a CPU's packed weight", packed)
+    rows, fits = len(values), values.is_cpu and values.dim() == 2
+    fits &= x is None or (x.dim() == 2 and x.shape[1] == packed.columns and x.dtype == packed.dtype and x.is_cpu)
+    fits &= bias is None or (bias.shape == (rows,) and bias.dtype == packed.dtype and bias.is_cpu)
     if not fits:
-        given = [
-            tensor if tensor is None else (str(tensor.device), described(tensor))
-            for tensor in (x, values, mask, scales, bias)
-        ]
-        what = "x, values, mask, scales and bias"
-        raise ValueError(f"{what} do not fit each other and M = {m}, or are not on the CPU: {given}")
-    return STEP * kept // k
+        given = [None if each is None else (str(each.device), described(each)) for each in (x, values, bias)]
+        raise ValueError(f"x, values and bias do not fit each other, or are not on the CPU: {given}")
+    return STEP * values.shape[1] // packed.columns

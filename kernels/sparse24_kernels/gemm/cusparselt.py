@@ -55,14 +55,6 @@ def unsupported_matrix(m: int, k: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def check_compressible(name: str, m: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError, in the name of a public function, where a 2:4 matrix `[m, k]` has no compressed form."""
-    reason = None if device.type == "meta" else unsupported_device(device)
-    reason = reason or unsupported_matrix(m, k, dtype)
-    if reason:
-        raise ValueError(f"{name}: no compressed form: {reason}")
-
-
 def version() -> int | None:
     """The library's version as torch reports it, such as 801 for 0.8.1; None without the library."""
     return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None

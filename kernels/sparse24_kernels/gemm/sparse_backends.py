@@ -70,19 +70,19 @@ class CusparseltBackend(GemmBackend):
 
     def encode(self, matrix: Tensor | Packed) -> Operand:
         matrix = super().encode(matrix).values
-        cusparselt.check_compressible("compress", len(matrix), matrix.shape[1], matrix.dtype, matrix.device)
+        reason = None if matrix.is_meta else self.unsupported(matrix.device)
+        if reason := reason or cusparselt.unsupported_matrix(len(matrix), matrix.shape[1], matrix.dtype):
+            raise ValueError(f"compress: no compressed form: {reason}")
         if kernels_compress(matrix.device, matrix.dtype):  # the two largest of a group are what is there
             return Operand(prune_forms(matrix, ["sm90"])[0])
         return Operand(cusparselt.compress(matrix))
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
-        rows, compressed = x.reshape(-1, x.shape[-1]), weight.values
-        cusparselt.check_compressible("sparse_linear", len(compressed), rows.shape[1], x.dtype, x.device)
-        result = cusparselt.matmul(compressed, rows.t(), bias, True, plan.algorithm or 0)
-        return result.view(*x.shape[:-1], len(compressed))
+        rows = x.reshape(-1, x.shape[-1])
+        result = cusparselt.matmul(weight.values, rows.t(), bias, True, plan.algorithm or 0)
+        return result.view(*x.shape[:-1], len(weight.values))
 
     def mm(self, sparse: Operand, dense: Tensor, plan: GemmPlan) -> Tensor:
-        cusparselt.check_compressible("sparse_mm", len(sparse.values), len(dense), dense.dtype, dense.device)
         return cusparselt.matmul(sparse.values, dense, None, False, plan.algorithm or 0)
 
 
