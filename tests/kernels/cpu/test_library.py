@@ -10,10 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from paths import ROOT
 from sparse24_kernels.cpu import build, library
-from sparse24_kernels.dispatch import choose, choose_kernels
 
 WAY_OUT = "$SPARSE24_CACHE names another folder to keep them in"
 COMPILER = """#!/bin/sh
@@ -180,11 +178,3 @@ def test_the_switch(compiler, monkeypatch):
     assert load().path == "portable"
     monkeypatch.setenv("SPARSE24_CPU", "sse")
     assert load() == f"no kernels for this CPU: path='sse': this CPU runs {list(library.load().paths)}"
-
-
-def test_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr("sparse24_kernels.dispatch.load_cpu_kernels", lambda: "SPARSE24_CPU=off")
-    choose.cache_clear()
-    choice = choose_kernels(torch.device("cpu"), torch.bfloat16, "packed_linear")
-    assert choice == ("reference", "Triton's kernels need a CUDA device, not cpu; SPARSE24_CPU=off")
-    choose.cache_clear()

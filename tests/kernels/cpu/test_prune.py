@@ -92,47 +92,28 @@ def tensors(draw_, multiple: int, dims: tuple[int, ...] = (1, 2, 3)) -> tuple[to
 paths = st.sampled_from(PATHS or [""])
 
 
-@given(paths, tensors(4), st.booleans())
-@settings(max_examples=50, deadline=None)
-def test_masks_of_anything(path, of, packed):
+@given(st.data(), paths, st.sampled_from(DTYPES), st.integers(-(2**63), 2**63 - 1), st.booleans())
+@pytest.mark.parametrize("rule", ["nm-mask", "transposable", "magnitude", "soft-threshold", "mask", "mvue"])
+@settings(max_examples=40, deadline=None)
+def test_anything(rule, data, path, dtype, number, flag):
+    dims = (2,) if rule == "transposable" else (1, 2, 3)
+    x, dim = data.draw(tensors(1 if rule in ("mask", "mvue") else 4, dims))
+    form = "transposed" if flag and x.dim() == 2 else "dense"
     with patch.object(LIBRARY, "path", path):
-        equal_to_reference("nm_mask", of[0], 2, 4, of[1], packed)
-
-
-@given(paths, tensors(4), st.sampled_from(DTYPES), st.sampled_from(["magnitude", "soft-threshold"]), st.booleans())
-@settings(max_examples=66, deadline=None)
-def test_pruning_anything(path, of, dtype, rule, transposed):
-    (weight, dim), scale = of, torch.tensor(-1.7).to(dtype) if rule == "soft-threshold" else None
-    forms = ["transposed", "dense"] if transposed and weight.dim() == 2 else ["dense"]
-    with patch.object(LIBRARY, "path", path):
-        equal_to_reference("prune", weight, Pruning(rule, 2, 4, dim, None, scale, dtype, forms))
-
-
-@given(paths, tensors(1), st.sampled_from(DTYPES), st.booleans(), st.booleans())
-@settings(max_examples=50, deadline=None)
-def test_masking_anything(path, of, dtype, bits, strided):
-    weight = of[0]
-    mask = torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) > 0.3
-    mask = mask.mT.contiguous().mT if strided and mask.dim() > 1 else mask
-    mask = reference.masks.pack_bits(mask) if bits else mask
-    with patch.object(LIBRARY, "path", path):
-        equal_to_reference("prune", weight, Pruning("mask", dim=weight.dim() - 1, mask=mask, dtype=dtype))
-
-
-@given(paths, tensors(1), st.integers(-(2**63), 2**63 - 1), st.booleans())
-@settings(max_examples=66, deadline=None)
-def test_mvue_of_anything(path, of, key, transposed):
-    form = "transposed" if transposed and of[0].dim() == 2 else "dense"
-    with patch.object(LIBRARY, "path", path):
-        equal_to_reference("mvue", of[0], torch.tensor(key), 2, 4, of[1], "exact", form)
-
-
-@given(paths, tensors(4, (2,)), st.booleans())
-@settings(max_examples=33, deadline=None)
-def test_transposable_masks_of_anything(path, of, packed):
-    weight = of[0].repeat(4, 1) if of[1] else of[0].repeat(1, 4)
-    with patch.object(LIBRARY, "path", path):
-        equal_to_reference("transposable_mask", weight, 2, 4, "exact", packed)
+        if rule == "nm-mask":
+            equal_to_reference("nm_mask", x, 2, 4, dim, flag)
+        elif rule == "transposable":
+            equal_to_reference("transposable_mask", x.repeat(4, 1) if dim else x.repeat(1, 4), 2, 4, "exact", flag)
+        elif rule == "mvue":
+            equal_to_reference("mvue", x, torch.tensor(number), 2, 4, dim, "exact", form)
+        elif rule == "mask":
+            mask = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel())) > 0.3
+            mask = mask.mT.contiguous().mT if number % 2 and x.dim() > 1 else mask
+            mask = reference.masks.pack_bits(mask) if flag else mask
+            equal_to_reference("prune", x, Pruning("mask", dim=x.dim() - 1, mask=mask, dtype=dtype))
+        else:
+            scale = torch.tensor(-1.7).to(dtype) if rule == "soft-threshold" else None
+            equal_to_reference("prune", x, Pruning(rule, 2, 4, dim, None, scale, dtype, [form]))
 
 
 @every_path
