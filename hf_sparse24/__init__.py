@@ -10,7 +10,7 @@ from .checkpoints.export import export_model
 from .config import Sparse24Config
 from .hub.card import make_model_card
 from .hub.push import push_to_hub
-from .layers.gated import fuse_gated_mlps, unfuse_gated_mlps
+from .layers.gated import fuse_gated_mlps
 from .layers.linear import Sparse24Conv1D, Sparse24Linear
 from .methods import register_method
 from .methods.registry import describe_settings
@@ -56,7 +56,6 @@ __all__ = [
     "set_phase",
     "sparse_run",
     "sparse_weights",
-    "unfuse_gated_mlps",
     "unpack_model",
     "unpatch_model",
 ]

@@ -33,7 +33,8 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
     """Make the gated MLPs of `model` compute with `sparse24_kernels.gated_activation`, in place.
 
     A fused MLP rounds once instead of twice, and saves two tensors for the backward pass instead of three. Parameters,
-    submodules and `state_dict` stay the same. The model may be patched before or after.
+    submodules and `state_dict` stay the same; a saved model that is loaded is not fused. It may be patched before or
+    after.
 
     A module is fused if its linear layers have the names that Llama (`gate_proj`, `up_proj`, `down_proj`), Phi-3
     (`gate_up_proj`, `down_proj`), LFM2 (`w1`, `w3`, `w2`) or ModernBERT (`Wi`, `Wo`) gives them, if it has no other
@@ -61,21 +62,6 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
     return fused
 
 
-def unfuse_gated_mlps(model: nn.Module) -> list[str]:
-    """Undo `fuse_gated_mlps`, in place.
-
-    Args:
-        model: any model.
-
-    Returns:
-        Names of the modules that were fused, in module order.
-    """
-    fused: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FusedGatedMLP)}
-    for module in fused.values():
-        change_class(module, module.made_of[1])
-    return list(fused)
-
-
 class FusedGatedMLP(Made):
     """First base of the classes of fused modules: one for each own class, layout, order and kind."""
 
@@ -88,9 +74,8 @@ class FusedGatedMLP(Made):
 
 def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool, kind: str) -> Tensor:
     outputs = [getattr(module, name)(x) for name in layout.inputs]
-    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-    if up_first:
-        gate, up = up, gate
+    first, second = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    gate, up = (second, first) if up_first else (first, second)
     return getattr(module, layout.output)(kernels.gated_activation(gate, up, kind))
 
 

@@ -64,11 +64,6 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     weights: Mapping[str, SparseWeight] = field(repr=False)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the model computes with its dense master weights."""
-        return self.phase == DENSE_PHASE
-
 
 @dataclass(frozen=True)
 class Piece:

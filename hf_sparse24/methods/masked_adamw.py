@@ -93,8 +93,6 @@ class MaskedAdamW(torch.optim.Optimizer):
         """A group's parameters that have a gradient, with their state, which is made at the first gradient."""
         batch = GroupTensors([], [], [], [], [], [])
         for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
-            if parameter.grad.is_sparse:
-                raise RuntimeError("AdamW does not support sparse gradients; use nn.Embedding(sparse=False)")
             state = self.state[parameter]
             if not state:
                 # On the CPU, as AdamW has it, and in fp32: a bf16 number cannot count beyond 256.

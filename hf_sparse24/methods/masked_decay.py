@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from sparse24_kernels.decay import masked_decay_
 
-from .base import Piece, SparseMethod, StepContext
+from .base import DENSE_PHASE, Piece, SparseMethod, StepContext
 from .settings import MethodSettings, is_non_negative, one_of, setting
 
 AUTO = "auto"
@@ -52,7 +52,7 @@ class MaskedDecayMethod(SparseMethod):
 
     def change_gradients(self, pieces: list[Piece], context: StepContext) -> None:
         decay = self.settings.masked_decay
-        if not decay or context.is_dense:
+        if not decay or context.phase == DENSE_PHASE:
             return
         for piece in pieces:
             if self.settings.decay_on == "gradient":

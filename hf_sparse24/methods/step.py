@@ -14,8 +14,8 @@ Method card
                      squared gradients with eps: where they are large it waits until `switch_by`, where they are small
                      it does not wait. A bf16 variance cannot fall where 1 - beta2 is below 0.004: keep weights in fp32
     Deviations       Steps with v* are clipped, and v* keeps its bias correction (reasons in `StepAdamW`). The geometric
-                     rule leaves out entries of v that did not change. A window that is not full yet is averaged as it
-                     is. Weight decay is AdamW's, in both phases. Weights that are not pruned stay with plain AdamW
+                     rule leaves out entries of v that did not change. Weight decay is AdamW's, in both phases. Weights
+                     that are not pruned stay with plain AdamW
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Lu et al. 2023 (arXiv 2302.01172), Algorithms 1 and 2. There is no official code.
 """
@@ -79,14 +79,6 @@ class StepAdamW(MaskedAdamW):
 
     Attributes:
         arguments: the last five arguments by name, lengths in optimizer steps; the run and its config must agree.
-
-    Examples:
-        >>> from transformers import AutoConfig, AutoModelForCausalLM
-        >>> model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
-        >>> _ = patch_model(model, Sparse24Config(method="step"))
-        >>> optimizer = StepAdamW(step_param_groups(model), lr=1e-4, total_steps=1000)
-        >>> optimizer.switched
-        False
     """
 
     def __init__(

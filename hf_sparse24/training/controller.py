@@ -158,7 +158,7 @@ class Sparse24Controller:
             in the last measured step or refresh. The method may add others; without dense masters there is
             `sparse_phase` alone. With sharded weights, all processes must call this.
         """
-        values = {"sparse_phase": float(not self._context().is_dense)}
+        values = {"sparse_phase": float(self.phase != "dense")}
         if self.weights:
             values["kept_magnitude"] = kept_magnitude(self.weights)
         if self._masks.flips:

@@ -112,8 +112,7 @@ def wrong_groups(
         kept = mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1)
         bad = int(((kept != pattern.n) if exactly else (kept > pattern.n)).sum())
         if bad:
-            allowed, along = "exactly" if exactly else "at most", "input" if dim == view.dim else "output"
-            return (
-                f"does not keep {allowed} {pattern.n} of every {pattern.m} along the {along} dimension in {bad} groups"
-            )
+            allowed = f"{'exactly' if exactly else 'at most'} {pattern.n} of every {pattern.m}"
+            along = "input" if dim == view.dim else "output"
+            return f"does not keep {allowed} along the {along} dimension in {bad} groups"
     return None

@@ -97,9 +97,8 @@ class SparseWeight:
         return self.state.parameters
 
     def views(self, parameter: Tensor | None = None) -> list[WeightView]:
-        """The matrices of the weight, or of another `parameter` of its layout, with their state. Where the weight is
-        sharded, all processes must call this; a tensor-parallel forward gets the part that this process computes with.
-        """
+        """The matrices of the weight, or of another `parameter` of its layout, with their state. All processes must
+        call this; a tensor-parallel forward gets the part that this process computes with."""
         values = self.parameter if parameter is None else parameter
         part = sharding.whole if sharding.is_sharded(values) else sharding.local
         return self.storage.views(part(values), {name: part(tensor) for name, tensor in self.state.items()})

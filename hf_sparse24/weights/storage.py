@@ -135,9 +135,10 @@ class DenseMaster(Storage):
         whole weight, or this process's part; otherwise the Parameter, which is a DTensor with both."""
         stored = self.module._parameters.get(self.name)
         if stored is None:
-            by = "a parametrization or PEFT's target_parameters (call unpatch_model(model) before that), or FSDP1"
-            module = type(self.module).__name__
-            raise RuntimeError(f"{self.name} is no Parameter of {module} any more, replaced by {by} (use FSDP2)")
+            by = (
+                "a parametrization or PEFT's target_parameters (call unpatch_model(model) before), or FSDP1 (use FSDP2)"
+            )
+            raise RuntimeError(f"{self.name} is no Parameter of its module any more, replaced by {by}")
         return stored
 
     @property

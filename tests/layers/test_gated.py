@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from zoo import batch, build
 
 from hf_sparse24 import Sparse24Config, patch_model, unpatch_model
-from hf_sparse24.layers.gated import FusedGatedMLP, fuse_gated_mlps, unfuse_gated_mlps
+from hf_sparse24.layers.gated import FusedGatedMLP, fuse_gated_mlps
 
 KINDS = {
     "llama": "swiglu",
@@ -56,7 +56,7 @@ class GatedMLP(nn.Module):
 def test_outputs_gradients_and_state_stay(name):
     model = build(name)
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
-    classes, random = [type(module) for module in model.modules()], torch.get_rng_state()
+    random = torch.get_rng_state()
     logits, gradients = step(model)
     names = fuse_gated_mlps(model)
     assert fuse_gated_mlps(model) == names and torch.equal(torch.get_rng_state(), random)
@@ -67,8 +67,6 @@ def test_outputs_gradients_and_state_stay(name):
     fused_logits, fused_gradients = step(model)
     torch.testing.assert_close(fused_logits, logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(fused_gradients, gradients, rtol=1e-4, atol=1e-6)
-    assert unfuse_gated_mlps(model) == names and unfuse_gated_mlps(model) == []
-    assert [type(module) for module in model.modules()] == classes
     with torch.device("meta"):
         assert fuse_gated_mlps(build(name)) == names
 

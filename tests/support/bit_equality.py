@@ -434,12 +434,15 @@ def packed_models(parts: Parts, folder: Path) -> None:
 
 def fused_gated_mlps(parts: Parts, folder: Path) -> None:
     """Gate and up in one operator, while a model trains."""
-    from hf_sparse24 import fuse_gated_mlps, unfuse_gated_mlps
+    from hf_sparse24 import fuse_gated_mlps
+    from hf_sparse24.layers.gated import FusedGatedMLP
+    from hf_sparse24.layers.sparse_module import change_class
 
     model = patched("llama", "t-sr-ste")
     assert fuse_gated_mlps(model)
     Loop(model).run().add(parts)
-    unfuse_gated_mlps(model)
+    for module in (module for module in model.modules() if isinstance(module, FusedGatedMLP)):
+        change_class(module, module.made_of[1])
     add_state(parts, "unfused", model)
 
 
