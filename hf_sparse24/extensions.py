@@ -41,9 +41,9 @@ class Hub:
     def draw_training(self, directory: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
         """Write the picture of a run that has ended to its directory."""
 
-    def push(self, model: Any, repo_id: str, **options: Any) -> Any:
-        """Upload the export of a model, and return where the commit is."""
-        raise RuntimeError(f"cannot push to {repo_id!r}: import hf_sparse24, which registers hf_sparse24.hub")
+    def push_run(self, trainer: Any, model: Any, options: Mapping[str, Any]) -> Any:
+        """Upload the export of a Trainer's model with a card of its run, and return where the commit is."""
+        raise RuntimeError("cannot push: import hf_sparse24, which registers hf_sparse24.hub")
 
 
 class Extensions:

@@ -5,13 +5,14 @@ files, and the Hub keeps what has reached it, so a push that broke off is resume
 """
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import PreTrainedModel
+from transformers.modelcard import extract_hyperparameters_from_trainer
 
 from ..checkpoints.export import WEIGHT_FILES, export_model, unwrapped
 from ..checkpoints.lazy_tensors import NOT_FINITE
@@ -23,6 +24,10 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .card import CARD, Format, check_arguments, describe_checkpoint, read_card, write_model_card
 from .picture import draw_training
+
+_CARD_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
+"""Arguments of `Trainer.create_model_card` and what `make_model_card` calls them; it has no `_NOT_IN_CARDS`."""
+_NOT_IN_CARDS = ("tasks", "dataset", "dataset_args", "blocking")
 
 
 def push_to_hub(
@@ -102,10 +107,28 @@ def _upload_modified_files(model: PreTrainedModel, working_dir: Any, repo_id: st
     return type(model)._upload_modified_files(model, working_dir, repo_id, *args, **kwargs)
 
 
+def push_run(trainer: Any, model: PreTrainedModel, options: Mapping[str, Any]) -> CommitInfo | None:
+    """Push a Trainer's model with its run in the card; `options` are those of `push_to_hub`, or of the Trainer's."""
+    args, hyperparameters = trainer.args, extract_hyperparameters_from_trainer(trainer)
+    hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
+    asked = {
+        "repo_id": trainer.hub_model_id or args.hub_model_id or Path(args.output_dir).resolve().name,
+        "token": args.hub_token,
+        "private": args.hub_private_repo,
+        "revision": args.hub_revision,
+        "processing_class": trainer.processing_class,
+        "log_history": trainer.state.log_history,
+        "hyperparameters": hyperparameters,
+    }
+    given = {_CARD_NAMES.get(name, name): value for name, value in options.items() if value is not None}
+    asked |= {name: value for name, value in given.items() if name not in _NOT_IN_CARDS}
+    return push_to_hub(model, **asked)
+
+
 class _Hub(Hub):
     describe_checkpoint = staticmethod(describe_checkpoint)
     draw_training = staticmethod(draw_training)
-    push = staticmethod(push_to_hub)
+    push_run = staticmethod(push_run)
 
 
 extensions.hub = _Hub()

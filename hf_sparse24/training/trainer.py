@@ -7,7 +7,6 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from torch import nn, optim
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
-from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
@@ -30,10 +29,6 @@ from .resume import check_resumed, checkpoint_damage, last_whole_checkpoint, sav
 from .step_masks import trains
 
 logger = get_logger(__name__)
-
-_CARD_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
-"""Arguments of `Trainer.create_model_card` and what `make_model_card` calls them; it has no `_NOT_IN_CARDS`."""
-_NOT_IN_CARDS = ("tasks", "dataset", "dataset_args", "blocking")
 
 
 class Sparse24Trainer(Trainer):
@@ -215,23 +210,9 @@ class Sparse24Trainer(Trainer):
         if not isinstance(model, PreTrainedModel) or sparse_run(model) is None:
             return super().push_to_hub(commit_message, **options)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        hyperparameters = extract_hyperparameters_from_trainer(self)
-        hyperparameters.pop("optimizer", None)  # that of the arguments; the method may have made another
-        asked: dict[str, Any] = {
-            "token": self.args.hub_token,
-            "private": self.args.hub_private_repo,
-            "revision": self.args.hub_revision,
-            "commit_message": commit_message,
-            "processing_class": self.processing_class,
-            "log_history": self.state.log_history,
-            "hyperparameters": hyperparameters,
-        }
-        given = {_CARD_NAMES.get(name, name): value for name, value in options.items() if value is not None}
-        asked |= {name: value for name, value in given.items() if name not in _NOT_IN_CARDS}
-        repo_id = self.hub_model_id or self.args.hub_model_id or Path(str(self.args.output_dir)).resolve().name
         self.save_model(_internal_call=True)
         self._finish_current_push()
-        return extensions.hub.push(model, str(repo_id), **asked)
+        return extensions.hub.push_run(self, model, {"commit_message": commit_message} | options)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         if self.state.global_step > self.state.max_steps:
