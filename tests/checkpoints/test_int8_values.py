@@ -91,61 +91,30 @@ def test_dtypes(dtype, tmp_path):
 
 
 @pytest.mark.usefixtures("dense_math")
-def test_what_can_be_done_with_a_loaded_model(tmp_path):
-    """It generates, compiles, computes under autocast with gradients to the input, and becomes an ordinary model."""
+def test_it_generates_and_becomes_an_ordinary_model(tmp_path):
     model = exported(tmp_path, patched())
     dense = unpack_model(copy.deepcopy(model))
     assert not sparse_weights(dense, PACKED) and torch.equal(logits(dense), logits(model))
-    ids = zoo.batch()["input_ids"]
-    arguments = {"max_new_tokens": 6, "do_sample": False}
+    ids, arguments = zoo.batch()["input_ids"], {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(ids, **arguments), dense.generate(ids, **arguments))
-    with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(**zoo.batch()).logits
-    torch.testing.assert_close(compiled, logits(dense))
-    layers = [each.model.layers[0].mlp.down_proj for each in (model, dense)]
-    assert repr(layers[0]) == "PackedLinear(in=64, out=32, bias=False, dtype=torch.float32, int8 values)"
-    for dtype, off in ((torch.float32, 1e-6), (torch.bfloat16, 0.03)):
-        results = []
-        for layer in layers:
-            x = torch.linspace(-1, 1, 128).view(2, 64).requires_grad_()
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                output = layer(x)
-            output.float().square().sum().backward()
-            results.append((output, x.grad))
-        for ours, theirs in zip(*results):
-            torch.testing.assert_close(ours, theirs, atol=off, rtol=off)
+    layer = model.model.layers[0].mlp.down_proj
+    assert repr(layer) == "PackedLinear(in=64, out=32, bias=False, dtype=torch.float32, int8 values)"
     patch_model(dense, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
-    assert torch.equal(logits(dense), logits(model))
     again = exported(tmp_path / "again", dense)  # rounded again, from values that are rounded
     torch.testing.assert_close(logits(again), logits(model), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("base", ["llama", "gpt2"])
-def test_adapters_train_on_it_and_are_merged_once_it_is_unpacked(base, tmp_path):
-    model = lora_base(base)
+def test_adapters_train_on_it_and_are_merged_once_it_is_unpacked():
+    model = lora_base()
     pack_model(model, values="int8")
-    torch.manual_seed(1)
-    adapted = peft.get_peft_model(model, lora(base)).train()
-    optimizer = torch.optim.SGD([x for x in adapted.parameters() if x.requires_grad], lr=0.5)
-    stored = {name: x.clone() for name, x in adapted.named_buffers()}
-    losses = []
-    for _ in range(4):
-        losses.append(adapted(**zoo.batch()).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
+    adapted = peft.get_peft_model(model, lora())
+    adapted(**zoo.batch()).loss.backward()
+    assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
     computed = logits(adapted.eval())
     for merge in (adapted.merge_adapter, adapted.merge_and_unload):
         with pytest.raises(ValueError, match=r"the base has int8 values, and merging would round .* unpack_model"):
             merge()
         assert torch.equal(logits(adapted), computed)
-    assert all(torch.equal(x, stored[name]) for name, x in adapted.named_buffers())
-    adapted.save_pretrained(tmp_path)
-    again = lora_base(base)
-    pack_model(again, values="int8")
-    reloaded = peft.PeftModel.from_pretrained(again, tmp_path).eval()
-    torch.testing.assert_close(logits(reloaded), computed)
     unpack_model(adapted)
     torch.testing.assert_close(logits(adapted), computed)
     torch.testing.assert_close(logits(adapted.merge_and_unload()), computed, atol=1e-5, rtol=1e-4)

@@ -26,30 +26,6 @@ def two_layers(**changes) -> nn.Module:
 EVERYTHING = Sparse24Config(target_modules="all-linear")
 
 
-class Int8Tensor(torch.Tensor):
-    """As torchao's `quantize_` puts one in the place of a weight: of a float dtype, and few operators take it."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def __new__(cls, values):
-        tensor = cls._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
-        tensor.values = values
-        return tensor
-
-    def __tensor_flatten__(self):
-        return ["values"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, *_):
-        return cls(inner["values"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].values)
-        raise NotImplementedError(function)
-
-
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
@@ -57,7 +33,6 @@ class Int8Tensor(torch.Tensor):
         (torch.zeros(8, 8, dtype=torch.complex64), "its weight is torch.complex64; "),
         (torch.zeros(8, 8).to(torch.float8_e4m3fn), "its weight is torch.float8_e4m3fn; "),
         (torch.eye(8).to_sparse(), "its weight is a Parameter with torch.sparse_coo, not an ordinary dense tensor"),
-        (Int8Tensor(torch.ones(8, 8).char()), "its weight is a Int8Tensor with torch.strided, not an ordinary dense"),
         (torch.zeros(8, 0), "its weight is empty"),
         (torch.zeros(8, 1).expand(8, 8), "its weight is expanded: elements share memory"),
     ],

@@ -182,28 +182,3 @@ def test_copies_in_another_phase_are_refused(dense):
     set_phase(twin, "dense")
     with pytest.raises(ValueError, match="patched apart"):
         Sparse24Controller(nn.ModuleList([model, twin]), torch.optim.SGD(model.parameters()), 12)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of arguments that TRL sets
-def test_trl_gives_masked_adapters(dense, tmp_path):
-    trl = pytest.importorskip("trl")
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, zoo.VOCAB)}}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<s>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
-    from datasets import Dataset
-
-    data = Dataset.from_dict({"text": [" ".join(f"w{3 + (i * j) % 80}" for j in range(12)) for i in range(8)]})
-    args = trl.SFTConfig(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
-        gradient_checkpointing=False, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = trl.SFTTrainer(patched(dense), args, train_dataset=data, processing_class=tokenizer, peft_config=lora())
-    assert masks(trainer.model) == [True] * 2
-    Sparse24Callback.add_to(trainer)
-    trainer.train()
-    expected = logits(trainer.model)
-    torch.testing.assert_close(logits(trainer.model.merge_and_unload()), expected)

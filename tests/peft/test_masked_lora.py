@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-import zoo
-from lora_models import ONE_BLOCK, adapted, around, logits, lora, patched
+from lora_models import adapted, around, logits, patched
 from sparse_models import Largest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.peft import masked
 
@@ -127,26 +125,3 @@ def test_an_initialisation_from_the_weights_keeps_outputs_and_zeros(init):
     model.merge_adapter()
     torch.testing.assert_close(logits(model), expected)
     assert all(is_nm_sparse(adapter.base_layer.weight, 2, 4) for adapter in around(model))
-
-
-def test_a_copy_that_trains_leaves_the_frozen_base_as_it_is():
-    """Its masks are refreshed, those of frozen weights are not; and no dense tail changes what they compute."""
-    from hf_sparse24 import Sparse24Controller
-
-    model = zoo.build("llama", **ONE_BLOCK["llama"])
-    patch_model(model, Sparse24Config(method="t-sr-ste", mask_interval=1))
-    with torch.no_grad():  # masks that these weights would not choose
-        for weight in sparse_weights(model).values():
-            weight.parameter.copy_(torch.randn_like(weight.parameter))
-    model = peft.get_peft_model(model, lora(target_modules=["up_proj"], modules_to_save=["down_proj"]))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = {n: w for n, w in sparse_weights(model).items() if not w.parameter.requires_grad}
-    before = {name: weight.mask() for name, weight in frozen.items()}
-    optimizer = torch.optim.SGD(trained, lr=0.5)
-    controller = Sparse24Controller(model, optimizer, 6)
-    for _ in range(6):
-        model(**zoo.batch()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert controller.phase == "sparse" and frozen
-    assert all(torch.equal(weight.mask(), before[name]) for name, weight in frozen.items())

