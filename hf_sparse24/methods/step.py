@@ -79,6 +79,11 @@ class StepAdamW(MaskedAdamW):
 
     Attributes:
         arguments: the last five arguments by name, lengths in optimizer steps; the run and its config must agree.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(4, 4))
+        >>> StepAdamW([{"params": [weight], "masked": True}], total_steps=1000).switched
+        False
     """
 
     def __init__(
