@@ -66,8 +66,6 @@ def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: in
     """Probe dense training and, by bisection, candidates: each by the trainer's own `train()` on a copy of the model,
     with a fresh optimizer, the run's learning rates and first batches, for `steps`; sparse ones leave out the run's
     dense phases, where no decay acts. The trainer's model, optimizer, random states and data order stay as they are."""
-    if not candidates or not all(isinstance(x, int | float) and 0 <= x < float("inf") for x in candidates):
-        raise ValueError(f"candidates={tuple(candidates)!r}: must be finite numbers >= 0, at least one")
     run = sparse_run(model_of(trainer))
     if run is None or run.facts.finished or not isinstance(run.method, MaskedDecayMethod):
         raise ValueError(f"method {run and run.config.method!r} has no masked_decay that acts now; set a number")

@@ -162,8 +162,8 @@ class Sparse24Trainer(Trainer):
             A `DecayTuning`; its `chosen` is the feasible candidate (mu in [0.60, 0.95]) nearest to the middle.
 
         Raises:
-            ValueError: no candidates, a method without masked decay, sparse weights that are all frozen, data that
-                ends before a probe does, or DeepSpeed, which takes no second model.
+            ValueError: a candidate out of its range, a method without masked decay, sparse weights that are all frozen,
+                data that ends before a probe does, or DeepSpeed, which takes no second model.
 
         Reference: Hu et al. 2024 (arXiv 2404.01847), section 4.3, which compares single refreshes; ours measures flips
         step by step over the last quarter of a probe.

@@ -118,8 +118,7 @@ def test_auto_without_a_feasible_candidate(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"candidates": ()}, r"candidates=\(\): must be"),
-        ({"candidates": (1e-4, -1)}, r"candidates=\(0.0001, -1\): must be"),
+        ({"candidates": (-1,)}, r"masked_decay=-1"),
         ({"steps": 2}, "steps=2 ended after 2"),
         ({"steps": 40}, "steps=40 ended after 16"),
     ],

@@ -8,7 +8,7 @@ import zoo
 from accelerate import Accelerator
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
 from hf_sparse24.run import sparse_run
 
 
@@ -283,26 +283,3 @@ def test_what_cannot_be_trained_is_refused():
     optimizer.fused_backward = lambda loss, lr: None  # as lomo_optim's
     with pytest.raises(ValueError, match=r"optimizer=SGD: it updates weights within backward"):
         Sparse24Controller(model, optimizer, total_steps=3)
-
-
-@pytest.mark.parametrize("method", ["s-ste", "t-sr-ste", "fixed-mask"])
-def test_averaged_weights_keep_scales_and_masks(method):
-    """Weights alone are loaded around an evaluation, and the trained ones again."""
-    model = zoo.build("llama")
-    patch_model(model, Sparse24Config(method=method))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    Sparse24Controller(model, optimizer, total_steps=12)
-    model(**zoo.batch()).loss.backward()
-    optimizer.step()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    averaged = {name: 0.5 * tensor + 0.01 for name, tensor in trained.items()}
-    for weights in (averaged, trained):
-        model.load_state_dict(weights, strict=False)
-        state = {name for weight in sparse_weights(model).values() for name in weight.state}
-        for name, tensor in model.state_dict().items():
-            if name.rpartition(".")[2] in state:
-                assert torch.equal(tensor, before[name]), name
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    with pytest.raises(RuntimeError, match=f"Missing key.*{state.pop()}"):
-        model.load_state_dict(trained)
