@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel, logging
 
 from hf_sparse24 import Sparse24Config, patch_model
-from hf_sparse24.patching.targets import CONVOLUTION
 from hf_sparse24.tables import markdown_table
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
@@ -57,7 +56,7 @@ def facts(name: str) -> tuple[str, str]:
         report = patch_model(build(name), Sparse24Config("fixed-mask", target_modules="all-linear"))
     except ValueError:
         return "refused", "convolutions: nothing is left to make sparse"
-    linear = len(report.patched) + sum(reason != CONVOLUTION for reason in report.skipped.values())
+    linear = len(report.patched) + len(report.skipped)
     reasons = {reason.partition(":")[0] for reason in report.skipped.values()}
     return f"{len(report.patched)} of {linear}", "; ".join(sorted(reasons))
 

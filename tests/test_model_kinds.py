@@ -90,14 +90,11 @@ def test_groups_mean_the_text_part_of_a_model_that_transformers_does_not_know():
 
 
 @every_kind
-def test_the_report_lists_convolutions_with_their_reason(name):
+def test_the_report_counts_linear_layers(name):
     model = model_kinds.build(name)
     report = patch_model(model, EVERYTHING)
-    found = {layer for layer, why in report.skipped.items() if why == "a convolution: only linear layers become sparse"}
-    assert found == {layer for layer, m in model.named_modules() if isinstance(m, torch.nn.Conv1d | torch.nn.Conv2d)}
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     assert str(report).startswith(f"2:4 sparse by s-ste: {len(report.patched)} of {linear} linear layers")
-    assert all(re.search(rf"{layer} .*a convolution", str(report)) for layer in found)
 
 
 @pytest.mark.parametrize("format", ["training", "packed"])

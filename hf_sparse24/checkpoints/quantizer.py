@@ -89,7 +89,6 @@ class Sparse24Quantizer(HfQuantizer):
             del model.config.quantization_config
             ownership.forget_quantizer(model)
             patch_model(model, self.saved.config)
-            cast(SparseRun, sparse_run(model)).record(pruning=self.saved.facts.pruning)
         else:
             self._finish(model, tp_size)
         return model

@@ -9,7 +9,7 @@ from torch import nn
 from ..config import Sparse24Config
 from ..run import SparseRun
 from ..tables import TableReport, shown_patterns
-from .targets import CONVOLUTION, Candidate
+from .targets import Candidate
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PatchReport(TableReport):
         config: the config that is in force.
         patched: names of the sparse layers, in module order; stacks of experts by their Parameters' names.
         patterns: N:M of each of them, as text.
-        skipped: name to reason, for every linear layer, stack of experts and convolution that stayed dense.
+        skipped: name to reason, for every linear layer and stack of experts that stayed dense.
         rows: the same by groups of layers whose names differ only in numbers.
         patched_parameters: number of weights under an N:M pattern.
         zero_parameters: number of zeros among them.
@@ -69,7 +69,7 @@ class PatchReport(TableReport):
         return f"<PatchReport: {self._title()}>"
 
     def _title(self) -> str:
-        layers = len(self.patched) + sum(reason != CONVOLUTION for reason in self.skipped.values())
+        layers = len(self.patched) + len(self.skipped)
         master = getattr(self.config, "master", "dense")
         method = self.config.method + f", master: {master}" * (master != "dense")
         return (

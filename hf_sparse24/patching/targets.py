@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, cast
 
 from sparse24_kernels import Pattern
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -36,8 +35,6 @@ _FEED_FORWARD = re.compile(
 # Layers that pick experts or tokens: a wrong pick costs more than their few weights save.
 _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
-CONVOLUTION = "a convolution: only linear layers become sparse"
-
 
 class Place(NamedTuple):
     """The position of a linear layer or a stack of experts' weights in the model, and its names.
@@ -60,7 +57,7 @@ class Place(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A linear layer, a stack of experts' weights or a convolution, and why it stays dense, as convolutions always do.
+    """A linear layer or a stack of experts' weights, and why it stays dense.
 
     Attributes:
         name: of the layer; of a stack, its Parameter's name, `model.layers.0.mlp.experts.gate_up_proj`.
@@ -91,7 +88,7 @@ class Candidate(NamedTuple):
 
 
 def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
-    """Return every linear layer and stack of experts' weights of `model` once, in module order; convolutions follow."""
+    """Return every linear layer and stack of experts' weights of `model` once, in module order."""
     config, places = run.config, _find_places(model)
     targets = _picked("target_modules", config.target_modules, places)
     excluded = _picked("exclude_modules", config.exclude_modules, places)
@@ -137,12 +134,7 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
             if of_weight.setdefault(id(candidate.weight), own) != own:
                 raise ValueError(f"{name} shares its weight with a layer that has another pattern: give both the same")
         found.append(candidate)
-    convolutions = [
-        Candidate(name, module, CONVOLUTION)
-        for name, module in model.named_modules()
-        if isinstance(module, _ConvNd) and module._parameters.get("weight") is not None
-    ]
-    return [*_without_half_shared(model, found), *convolutions]
+    return _without_half_shared(model, found)
 
 
 def _find_places(model: nn.Module) -> dict[str, Place]:
