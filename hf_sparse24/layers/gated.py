@@ -4,7 +4,7 @@ import copy
 import inspect
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import sparse24_kernels as kernels
 import torch
@@ -13,20 +13,13 @@ from torch import Tensor, nn
 
 from .sparse_module import Made, change_class, made_class
 
-
-class Layout(NamedTuple):
-    """The names of the linear layers of a gated MLP: two inputs, or one whose output is cut into halves."""
-
-    inputs: tuple[str, ...]
-    output: str
-
-
 LAYOUTS = (
-    Layout(("gate_proj", "up_proj"), "down_proj"),  # Llama, Mistral, Qwen, Gemma, OLMo and most others
-    Layout(("gate_up_proj",), "down_proj"),  # Phi-3, GLM
-    Layout(("w1", "w3"), "w2"),  # LFM2
-    Layout(("Wi",), "Wo"),  # ModernBERT
+    ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma, OLMo and most others
+    ("gate_up_proj", "down_proj"),  # Phi-3, GLM
+    ("w1", "w3", "w2"),  # LFM2
+    ("Wi", "Wo"),  # ModernBERT
 )
+"""Names of the linear layers of gated MLPs: two inputs, or one whose output is cut into halves, and the output."""
 
 
 def fuse_gated_mlps(model: nn.Module) -> list[str]:
@@ -72,11 +65,11 @@ class FusedGatedMLP(Made):
         return _fused_forward(self, x, *self.made_of[2])
 
 
-def _fused_forward(module: nn.Module, x: Tensor, layout: Layout, up_first: bool, kind: str) -> Tensor:
-    outputs = [getattr(module, name)(x) for name in layout.inputs]
+def _fused_forward(module: nn.Module, x: Tensor, layout: tuple[str, ...], up_first: bool, kind: str) -> Tensor:
+    outputs = [getattr(module, name)(x) for name in layout[:-1]]
     first, second = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
     gate, up = (second, first) if up_first else (first, second)
-    return getattr(module, layout.output)(kernels.gated_activation(gate, up, kind))
+    return getattr(module, layout[-1])(kernels.gated_activation(gate, up, kind))
 
 
 def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
@@ -87,9 +80,9 @@ def _find_fused_class(module: nn.Module) -> type[nn.Module] | None:
     return None if key is None else made_class(FusedGatedMLP, own_class, key)
 
 
-def _is_simple(module: nn.Module, layout: Layout) -> bool:
+def _is_simple(module: nn.Module, layout: tuple[str, ...]) -> bool:
     """Whether it has the layout's linear layers, and a fused forward leaves out nothing of the module."""
-    linears = {*layout.inputs, layout.output}
+    linears = set(layout)
     if not linears <= module._modules.keys() or module._parameters or module._buffers:
         return False
     if "forward" in vars(module) or len(inspect.signature(module.forward).parameters) != 1:  # the first: replaced
@@ -100,13 +93,13 @@ def _is_simple(module: nn.Module, layout: Layout) -> bool:
     )
 
 
-def _behaves_like(module: nn.Module, layout: Layout, up_first: bool, kind: str) -> bool:
+def _behaves_like(module: nn.Module, layout: tuple[str, ...], up_first: bool, kind: str) -> bool:
     """Whether the module's forward equals the fused one, on tiny random layers in float64."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        width = 2 if len(layout.inputs) == 1 else 1
+        width = 2 if len(layout) == 2 else 1
         linear = partial(nn.Linear, dtype=torch.float64, device="cpu")
-        linears = {name: linear(8, 16 * width) for name in layout.inputs} | {layout.output: linear(16, 8)}
+        linears = {name: linear(8, 16 * width) for name in layout[:-1]} | {layout[-1]: linear(16, 8)}
         probe = copy.copy(module)
         others = {name: copy.deepcopy(child) for name, child in module._modules.items() if name not in linears}
         probe.__dict__["_modules"] = others | linears

@@ -28,7 +28,7 @@ counting flips, decay:   mask(view)
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +39,7 @@ from ..weights.gemms import Gemms, standard_gemms
 from ..weights.rules import Mask, Rule, mask_of
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import WeightView
-from .settings import GemmSettings, MethodSettings, PhaseSettings, StandardSettings, sparse_steps
+from .settings import MethodSettings, PhaseSettings, StandardSettings, sparse_steps
 
 DENSE_PHASE = "dense"
 """The phase in which a model computes with its master weights."""
@@ -133,11 +133,8 @@ class SparseMethod:
 
     def __init__(self, settings: Any, pattern: Pattern):
         self.settings, self.pattern = settings, pattern
-        names = [f.name for f in fields(GemmSettings)]
-        chosen = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-        self.gemms: Gemms = standard_gemms(
-            pattern, transposable=self.transposable, own_grad_input=self.overrides("prune_grad_input"), **chosen
-        )
+        own_grad_input = self.overrides("prune_grad_input")
+        self.gemms: Gemms = standard_gemms(pattern, settings, self.transposable, own_grad_input)
 
     @classmethod
     def overrides(cls, *hooks: str) -> bool:

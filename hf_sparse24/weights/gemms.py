@@ -120,24 +120,16 @@ class Gemms(NamedTuple):
     grad_weight: Gemm
 
 
-def standard_gemms(
-    pattern: Pattern,
-    *,
-    transposable: bool = False,
-    own_grad_input: bool = False,
-    weight_grad: str = "dense",
-    input_grad: str = "dense",
-    activations: str = "dense",
-    fp8: bool = False,
-) -> Gemms:
+def standard_gemms(pattern: Pattern, settings: object, transposable: bool, own_grad_input: bool) -> Gemms:
     """The GEMMs of a method that multiplies by a pruned weight, forward and backward.
 
-    `transposable`: whether the grad_input GEMM's weight has the pattern along the output dimension, as sparse hardware
-    needs. `own_grad_input`: whether it is another one. `methods.settings.GemmSettings` has the rest.
+    `settings` has fields of `methods.settings.GemmSettings`, or lacks them. `transposable`: whether the weight of the
+    grad_input GEMM has the pattern along the output dimension too. `own_grad_input`: whether it is another one.
     """
-    precision: Literal["native", "fp8-simulated"] = "fp8-simulated" if fp8 else "native"
-    output = "none" if activations == "dense" else "magnitude"
-    inputs, weights = ("none" if how == "dense" else how for how in (input_grad, weight_grad))
+    words = {"dense": "none", "2:4": "magnitude"}
+    given = [getattr(settings, name, "dense") for name in ("activations", "input_grad", "weight_grad")]
+    output, inputs, weights = (words.get(how, how) for how in given)
+    precision: Literal["native", "fp8-simulated"] = "fp8-simulated" if getattr(settings, "fp8", False) else "native"
     # Once dZ is pruned along out, it is the sparse operand; no hardware multiplies two of them.
     sparse: Literal["weight", "grad"] | None = "grad" if inputs != "none" else "weight" if transposable else None
     weight = GRAD_INPUT if own_grad_input else PRUNED

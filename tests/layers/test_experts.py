@@ -79,12 +79,7 @@ def test_every_method_trains_experts_or_says_why_not(method):
     before = model(**zoo.batch()).loss.item()
     run_steps(model, optimizer, controller, 8)
     assert model(**zoo.batch()).loss.item() < before
-    assert {"kept_magnitude", "sparse_phase", "flip_rate"} <= set(controller.metrics())
     assert f"{EXPERTS}.gate_up_proj" in controller.layer_flip_rates()
-    twin = copy.deepcopy(model)
-    assert torch.equal(logits(twin), logits(model))
-    run_steps(twin, *loop(twin), 1)
-    assert not torch.equal(logits(twin), logits(model))
 
 
 def test_the_dense_phase_computes_with_the_parameters():

@@ -203,18 +203,6 @@ def test_a_controller_keeps_them_between_two_steps(stand_in, prunings):  # noqa:
     assert kept(model) == 0
 
 
-def test_a_new_step_looks_again(stand_in, prunings):  # noqa: F811
-    model = model_of("ste")
-    run = sparse_run(model)
-    for scale, passes in ((1, 2), (1, 2), (2, 4)):
-        for parameter in model.parameters():
-            parameter.data.mul_(scale)
-        with keep_encodings(run):
-            model(X)
-            model(X)
-        assert len(prunings) == passes
-
-
 def test_the_dense_phase_holds_none(stand_in):  # noqa: F811
     model = model_of("ste")
     with keep_encodings(sparse_run(model)):
