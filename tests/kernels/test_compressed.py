@@ -6,10 +6,10 @@ import cslt
 import pytest
 import torch
 from gpu_layers import linear, patched
-from kernel_cases import assert_same_bits
 from sparse24_kernels import mvue, pack_nm, reference
 from sparse24_kernels.dispatch import Choice
 from sparse24_kernels.gemm import compress, cusparselt, sparse_backends
+from sparse24_kernels.hard_problems import difference
 from sparse24_kernels.prune import prune_forms
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -76,11 +76,11 @@ def test_it_is_what_cusparselt_makes_on_an_h100(m, k, draws, found):
 def test_it_keeps_every_value_whatever_a_group_has(dtype):
     matrix = torch.randn(64, 128).to(dtype) * (torch.rand(64, 128) < 0.5)
     dense, compressed = prune_forms(matrix, ["dense", "sm90"])
-    assert_same_bits(expanded(compressed, 128), dense, "along rows")
+    assert not difference(expanded(compressed, 128), dense, dense)
     transposed, compressed = prune_forms(matrix, ["transposed", "sm90-transposed"], dim=0)
-    assert_same_bits(expanded(compressed, 64), transposed, "along columns")
+    assert not difference(expanded(compressed, 64), transposed, transposed)
     estimates = [mvue(matrix, dim=0, key=3, form=form) for form in ("transposed", "sm90-transposed")]
-    assert_same_bits(expanded(estimates[1], 64), estimates[0], "MVUE")
+    assert not difference(expanded(estimates[1], 64), estimates[0], estimates[0])
 
 
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
@@ -102,7 +102,7 @@ def test_layers_prune_into_it(method, hopper):
 def test_a_packed_or_pruned_matrix_is_compressed_by_it_too(hopper):
     plan, matrix = cslt.sparse_plan(), prune_forms(torch.randn(64, 128).bfloat16(), ["dense"])[0]
     for given in (matrix, pack_nm(matrix), matrix.t().contiguous().t()):
-        assert_same_bits(compress(given, plan).values, reference.packed.for_sm90(matrix), "compress")
+        assert torch.equal(compress(given, plan).values, reference.packed.for_sm90(matrix))
     assert not hopper.compressed
 
 
