@@ -6,7 +6,7 @@ from typing import cast
 from accelerate.utils import reduce
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import HubStrategy
 
 from ..extensions import extensions
@@ -118,8 +118,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         """In place of any other: of two, each would apply the masked decay. `restore_callback_states_from_checkpoint`
         makes another."""
         callbacks = trainer.callback_handler.callbacks
-        others = [callback for callback in callbacks if not isinstance(callback, Sparse24Callback)]
-        callbacks[:] = [self, *ConsoleFilter.placed(others)]
+        others = [callback for callback in callbacks if not isinstance(callback, Sparse24Callback | ConsoleFilter)]
+        printing = [i for i, callback in enumerate(others) if isinstance(callback, ProgressCallback | PrinterCallback)]
+        others.insert(min(printing, default=len(others)), ConsoleFilter())
+        callbacks[:] = [self, *others]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         model = kwargs["model"]
@@ -175,8 +177,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             return
         self.controller.end()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            run = self.controller.run
-            last = run.phase
+            run, last = self.controller.run, self.controller.run.phase
             restore(kwargs["model"], state.best_model_checkpoint)
             has_begun = (state.best_global_step or 0) > run.method.schedule(state.max_steps).start
             if run.phase == last != "sparse" and has_begun:

@@ -84,7 +84,7 @@ class TorchOptimizer:
 
         def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins."""
-            if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+            if any(map(callable, (*args[1:], *kwargs.values()))):
                 way = "run it, forward and backward, and then call step()"
                 raise ValueError(f"step(closure) makes gradients after masked decay has changed them: {way}")
             is_within = self._takes_step = self._is_within_step()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
@@ -84,11 +84,3 @@ class ConsoleFilter(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         for name in [name for name in logs if name.startswith(OF_LAYER)]:
             del logs[name]
-
-    @classmethod
-    def placed(cls, callbacks: list[TrainerCallback]) -> list[TrainerCallback]:
-        """The callbacks with one of this class in front of those that print."""
-        others = [callback for callback in callbacks if not isinstance(callback, cls)]
-        printing = [i for i, callback in enumerate(others) if isinstance(callback, ProgressCallback | PrinterCallback)]
-        others.insert(min(printing, default=len(others)), cls())
-        return others

@@ -131,9 +131,7 @@ class Sparse24Trainer(Trainer):
             vars(model_of(self)).pop("_is_accelerate_prepared", None)
         return super().train(checkpoint, *args, **kwargs)
 
-    def _inner_training_loop(
-        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
-    ):
+    def _inner_training_loop(self, batch_size=None, args=None, resume_from_checkpoint=None, *rest, **named):
         # Only here are the model, `model_init`'s too, and the arguments of a hyperparameter trial those of the run.
         model = model_of(self)
         run = sparse_run(model)
@@ -143,7 +141,7 @@ class Sparse24Trainer(Trainer):
         # No decay acts once a run has finished.
         if run is not None and getattr(run.config, "masked_decay", None) == AUTO and not run.facts.finished:
             run.change_settings(masked_decay=_determined_decay(self, resume_from_checkpoint))
-        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, *rest, **named)
 
     def tune_masked_decay(self, candidates: tuple[float, ...] = CANDIDATES, steps: int | None = None) -> DecayTuning:
         """Find the masked decay for this model, data and learning rate by probes of the run's warm-up.
