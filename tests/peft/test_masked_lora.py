@@ -109,6 +109,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 def test_the_compiled_layer_computes_the_same():
     (adapter, *_) = around(adapted())
     x = torch.randn(3, 32)

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Adapter second was active which is now deleted"),
 ]
 
-METHODS = ["s-ste", "t-sr-ste", "fixed-mask", "ste"]
+METHODS = ["s-ste", "t-sr-ste", "ste"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
