@@ -1,16 +1,12 @@
 """Stacked experts: mixture-of-experts models keep the weights of all experts of a block in one 3-D Parameter.
 
-Transformers stores them as `[experts, out, in]`, or `[experts, in, out]` where the class says `is_transposed`, and
-computes with them in many ways. So a weight becomes sparse here, not a layer: while the module's forward runs, the
-Parameter's name gives the pruned weight, whatever code reads it; elsewhere (optimizers, `state_dict`) the dense master.
-Each expert's matrix is pruned as it would be alone, and kept as `encodings.py` says. Packed experts are all unpacked at
-the start of a forward.
+Transformers computes with them in many ways. So a weight becomes sparse here, not a layer: while the module's forward
+runs, the Parameter's name gives the pruned weight, whatever code reads it; elsewhere (optimizers, `state_dict`) the
+dense master. Each expert's matrix is pruned as it would be alone, or unpacked at the start of a forward.
 
-All GEMMs are dense math on pruned values: no library has a sparse grouped GEMM. Two things differ from layers:
-
-- Gradients are exact, also where the method prunes them at random: without a kernel that only adds noise.
-- What changes a GEMM rather than its weight (pruned activations, FP8, another weight in grad_input) cannot be done.
-  Experts then stay dense, and the report says so.
+All GEMMs are dense math on pruned values: no library has a sparse grouped GEMM. Gradients are exact, also where the
+method prunes them at random: without a kernel that only adds noise. What changes a GEMM rather than its weight (pruned
+activations, FP8, another weight in grad_input) cannot be done: experts then stay dense, and the report says so.
 
 Known limit: kernels of the Hub (`use_kernels=True`) read the Parameters from outside, and compute with dense weights.
 """

@@ -83,12 +83,7 @@ def _multiply(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) ->
 
 
 def pack_weight(
-    module: nn.Module,
-    name: str,
-    input_dim: int,
-    packed: Packed,
-    run: SparseRun | None = None,
-    trains: bool = True,
+    module: nn.Module, name: str, input_dim: int, packed: Packed, run: SparseRun | None = None, trains: bool = True
 ) -> None:
     """Put `packed` in place of the Parameter `name`, or of its packed form. With a `run` it is a packed master: the
     values are a Parameter, which `trains` or is frozen."""

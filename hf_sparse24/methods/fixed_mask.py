@@ -5,9 +5,8 @@ Method card
     Backward         dX = dZ (M * W),  dW = M * (dZ^T X): what M drops has no part in clipping, and no moments
     Mask             N largest magnitudes of every M when the model is patched, or what `oneshot` chose
     Dropped weights  zero from the first optimizer step on, also in what is saved; before that, or frozen, they stay as
-                     they were (`oneshot` has made them zero). An optimizer that averages weights by itself, as
-                     schedule-free ones do, brings a part of them back; the mask drops it in every forward pass and
-                     export
+                     they were (`oneshot` has made them zero). An optimizer that averages weights by itself brings a
+                     part of them back; the mask drops it in every forward pass and export
     Hyper-parameters none. `master="packed"`: the Parameter is the kept values alone, and weights, gradients and the
                      optimizer's state take half the memory (docs/guides/packed_master.md)
     Known limits     what the mask drops is lost: start from a well trained model, and prefer `oneshot`'s masks

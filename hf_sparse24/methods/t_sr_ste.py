@@ -15,10 +15,8 @@ Method card
     Deviations       MVUE is exact, the least variance with one random number per group; the authors' code draws twice,
                      which has more variance (`weight_grad="mvue-approx"`). Tokens that are no multiple of four are
                      padded with zeros. The default decay is GPT-2 124M's for every model; the paper finds one for each
-                     during warm-up (`masked_decay="auto"`). The mask lives in a buffer of the layer as packed bits
-                     (theirs: an attribute on the Parameter), so checkpoints, DDP and deepcopy carry it. The first mask
-                     is solved for when the model is patched. Scores are fp32 sums (theirs may be TF32), so near-ties
-                     can differ.
+                     during warm-up (`masked_decay="auto"`). The first mask is solved for when the model is patched.
+                     Scores are fp32 sums (theirs may be TF32), so near-ties can differ.
     Measured here    recipes/results/methods.md, on a small Llama
     Reference        Hu et al. 2024 (arXiv 2404.01847), sections 4 and 5.
 """

@@ -68,11 +68,10 @@ class Gemm:
         """The sparse GEMM that this is for these sizes; None where it is always dense math (`unsupported`)."""
         if self.unsupported() is not None:
             return None
-        if self.name == "output":
-            return linear_problem(tokens, out, inputs, dtype)
-        if self.name == "grad_input":
-            return linear_problem(tokens, inputs, out, dtype)
-        return mm_problem(out, inputs, tokens, dtype)
+        if self.name == "grad_weight":
+            return mm_problem(out, inputs, tokens, dtype)
+        rows, columns = (out, inputs) if self.name == "output" else (inputs, out)
+        return linear_problem(tokens, rows, columns, dtype)
 
     def plan(
         self, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str

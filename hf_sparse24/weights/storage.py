@@ -20,7 +20,7 @@ from . import sharding
 
 
 class WeightView(NamedTuple):
-    """A weight as a method sees it: one matrix, or one of a stack, without gradients, and its state.
+    """A weight as a method sees it: one matrix, or one of a stack, and its state.
 
     Attributes:
         matrix: `[rows, columns]`, the dense master weight as it is stored: `[out, in]`, or `[in, out]` in GPT-2's
