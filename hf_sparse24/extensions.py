@@ -21,38 +21,35 @@ def adapters_in(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_adapter(module)]
 
 
-class Adapters:
-    """Answers where no adapters exist; `peft.PeftAdapters` has those for PEFT's."""
-
-    def check(self, model: nn.Module) -> None:
-        """Let the adapters around sparse layers act through their masks. ValueError: one computes with the dense weight
-        of a sparse layer."""
-
-    def check_unmerged(self, model: nn.Module) -> None:
-        """Raise ValueError where an adapter is merged."""
-
-
-class Hub:
-    """Answers where nothing is shared; `hub.push` registers those with a model card and huggingface_hub."""
-
-    def describe_checkpoint(self, model: Any, directory: Any, repo_id: str | None) -> None:
-        """Say in a directory's card that its model is a training checkpoint, pushed to `repo_id`; None: not pushed."""
-
-    def draw_training(self, directory: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
-        """Write the picture of a run that has ended to its directory."""
-
-    def push_run(self, trainer: Any, model: Any, options: Mapping[str, Any]) -> Any:
-        """Upload the export of a Trainer's model with a card of its run, and return where the commit is."""
-        raise RuntimeError("cannot push: import hf_sparse24, which registers hf_sparse24.hub")
+def check_unmerged(model: nn.Module) -> None:
+    """Raise ValueError where an adapter is merged: unmerging would restore a layer that has changed since."""
+    merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
+    if merged is not None:
+        raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
 
 
 class Extensions:
-    """The registered answers. `model_methods` are functions of a model, which a patched one has in place of methods."""
+    """The registered answers, and those where none is registered.
+
+    Attributes:
+        check_adapters: let the adapters around a model's sparse layers act through their masks; ValueError: one
+            computes with the dense weight of a sparse layer.
+        describe_checkpoint: of a model, a directory and the repository that it is pushed to, or None: say in the
+            directory's card that the model is a training checkpoint.
+        draw_training: write the picture of a run that has ended, by its log, to its directory.
+        push_run: upload the export of a Trainer's model with a card of its run; returns where the commit is.
+        model_methods: functions of a model, which a patched one has in place of methods.
+    """
 
     def __init__(self) -> None:
-        self.adapters = Adapters()
-        self.hub = Hub()
+        self.check_adapters: Callable[[nn.Module], None] = _do_nothing
+        self.describe_checkpoint: Callable[[Any, Any, str | None], None] = _do_nothing
+        self.draw_training: Callable[[Path, Sequence[Mapping[str, Any]]], None] = _do_nothing
+        self.push_run: Callable[[Any, Any, Mapping[str, Any]], Any] = _do_nothing
         self.model_methods: dict[str, Callable] = {}
+
+
+def _do_nothing(*_: object) -> None: ...
 
 
 extensions = Extensions()

@@ -4,5 +4,5 @@
     card.py      the model card: what is sparse, how to load it, how it was trained, how it compares
     picture.py   the log of a run: its last evaluation, and the picture of losses, flip rate and kept magnitude
 
-The core asks `extensions.hub` for them.
+The core asks `extensions` for them.
 """

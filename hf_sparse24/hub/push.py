@@ -16,7 +16,7 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 
 from ..checkpoints.export import WEIGHT_FILES, export_model, unwrapped
 from ..checkpoints.lazy_tensors import NOT_FINITE
-from ..extensions import Hub, extensions
+from ..extensions import extensions
 from ..patching.refusals import reject_non_finite
 from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
@@ -125,13 +125,8 @@ def push_run(trainer: Any, model: PreTrainedModel, options: Mapping[str, Any]) -
     return push_to_hub(model, **asked)
 
 
-class _Hub(Hub):
-    describe_checkpoint = staticmethod(describe_checkpoint)
-    draw_training = staticmethod(draw_training)
-    push_run = staticmethod(push_run)
-
-
-extensions.hub = _Hub()
+extensions.describe_checkpoint, extensions.draw_training = describe_checkpoint, draw_training
+extensions.push_run = push_run
 extensions.model_methods |= {"push_to_hub": push_to_hub, "_upload_modified_files": _upload_modified_files}
 
 

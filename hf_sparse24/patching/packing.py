@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..config import SavedConfig
-from ..extensions import extensions
+from ..extensions import check_unmerged
 from ..layers.packed import pack_weight, unpack_weight
 from ..layers.sparse_module import make_dense
 from ..packed_format import PackedFormat, check_values
@@ -55,7 +55,7 @@ def pack_model(model: nn.Module, values: str = "float") -> int:
     """
     check_values(values)
     run = check_packable(model, "pack_model", "become dense, with their zeros")
-    extensions.adapters.check_unmerged(model)
+    check_unmerged(model)
     whole = next((owner for owner in run.owners if owner is not model and model in owner.modules()), None)
     if whole is not None:
         raise ValueError(f"the model is a part of {type(whole).__name__}, which is packed as a whole: pack that one")
@@ -100,7 +100,7 @@ def unpack_model(model: nn.Module) -> nn.Module:
         return unpatch_model(model)
     if not weights:
         raise ValueError("the model is not packed; there is nothing to undo")
-    extensions.adapters.check_unmerged(model)
+    check_unmerged(model)
     check_not_offloaded(model)
     for weight in weights.values():
         unpack_weight(weight)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import SavedConfig, Sparse24Config, fixed_differences
-from ..extensions import adapters_in, extensions
+from ..extensions import adapters_in, check_unmerged
 from ..layers.experts import SparseExperts
 from ..layers.linear import Sparse24Conv1D, Sparse24Linear
 from ..layers.packed import unpack_weight
@@ -170,7 +170,7 @@ def unpatch_model(model: nn.Module, sparse: bool = True) -> nn.Module:
     """
     check_module(model)
     weights = sparse_weights(model, TRAINED)
-    extensions.adapters.check_unmerged(model)
+    check_unmerged(model)
     if not sparse and adapters_in(model):
         way = "call model.unload() of PEFT first, or keep the sparse weights (sparse=True)"
         raise ValueError(f"sparse=False: the model has adapters, which act on its sparse weights; {way}")

@@ -7,25 +7,19 @@
     merging.py     merging and unmerging, so that the weight stays N:M
     bypass.py      which adapters would compute with the dense weight
 
-Importing this package registers `PeftAdapters`, which answers the core's questions, and needs no PEFT.
+Importing this package registers what a controller asks of adapters, and needs no PEFT.
 """
 
 from torch import nn
 
-from ..extensions import Adapters, extensions
+from ..extensions import extensions
 from .attaching import attach_adapters
 from .bypass import check_adapters
-from .merging import check_unmerged
 
 
-class PeftAdapters(Adapters):
-    """The answers for PEFT's adapters."""
-
-    check_unmerged = staticmethod(check_unmerged)
-
-    def check(self, model: nn.Module) -> None:
-        attach_adapters(model)  # those that PEFT has not found by its registry
-        check_adapters(model)
+def _attach_and_check(model: nn.Module) -> None:
+    attach_adapters(model)  # those that PEFT has not found by its registry
+    check_adapters(model)
 
 
-extensions.adapters = PeftAdapters()
+extensions.check_adapters = _attach_and_check

@@ -167,10 +167,3 @@ def _fills_zeros(adapter: Any) -> bool:
     if keeps_zeros or weight is None or weight.dim() != 2 or weight.is_meta or not weight.is_floating_point():
         return False
     return bool(4 * weight.count_nonzero() <= 3 * weight.numel())
-
-
-def check_unmerged(model: nn.Module) -> None:
-    """Raise ValueError where an adapter is merged: unmerging would restore a layer that has changed since."""
-    merged = next((name for name, module in model.named_modules() if is_adapter(module) and module.merged), None)
-    if merged is not None:
-        raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")

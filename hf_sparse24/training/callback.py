@@ -108,7 +108,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             def make_true_card(*args: object, **kwargs: object) -> None:
                 """`Trainer.push_to_hub` calls it before it uploads, and TRL before it saves."""
                 make_card(*args, **kwargs)  # type: ignore[arg-type]  # whatever it was called with
-                extensions.hub.describe_checkpoint(trainer.model, trainer.args.output_dir, trainer.hub_model_id)
+                extensions.describe_checkpoint(trainer.model, trainer.args.output_dir, trainer.hub_model_id)
 
             trainer._load_optimizer_and_scheduler = load_and_tell  # type: ignore[method-assign]
             trainer.create_model_card = make_true_card  # type: ignore[method-assign]
@@ -170,7 +170,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self._trainer is not None and args.push_to_hub and args.hub_strategy != HubStrategy.END:
-            extensions.hub.describe_checkpoint(kwargs["model"], args.output_dir, self._trainer.hub_model_id)
+            extensions.describe_checkpoint(kwargs["model"], args.output_dir, self._trainer.hub_model_id)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.controller is None:
@@ -186,7 +186,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
                 saved = f"{state.best_model_checkpoint} was saved in the {run.phase} phase, so the model is dense now"
                 logger.warning(f"load_best_model_at_end: {saved}; load the last checkpoint for a sparse one")
         if self.run_log is not None:
-            extensions.hub.draw_training(Path(str(args.output_dir)), state.log_history)
+            extensions.draw_training(Path(str(args.output_dir)), state.log_history)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         if "loss" in logs:  # neither an evaluation nor the closing summary

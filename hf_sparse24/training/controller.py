@@ -252,7 +252,7 @@ class Sparse24Controller:
 def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
     """The model out of what was put around it, and its run. Its adapters and configs then know that it is sparse."""
     model = unwrap(model)
-    extensions.adapters.check(model)
+    extensions.check_adapters(model)
     if any(weight.storage.is_split for weight in sparse_weights(model).values()) and adapters_in(model):
         raise ValueError("tensor parallelism splits weights below adapters: use FSDP2 or DDP with adapters")
     run = adopt(model)

@@ -210,7 +210,7 @@ class Sparse24Trainer(Trainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
         self._finish_current_push()
-        return extensions.hub.push_run(self, model, {"commit_message": commit_message} | options)
+        return extensions.push_run(self, model, {"commit_message": commit_message} | options)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         if self.state.global_step > self.state.max_steps:
