@@ -3,11 +3,6 @@ library prints nothing by itself."""
 
 import ast
 import io
-import os
-import pty
-import subprocess
-import sys
-import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -18,10 +13,8 @@ import zoo
 from paths import ROOT
 from transformers.utils import logging
 
-import hf_sparse24
-from hf_sparse24 import Sparse24Config, export_model, oneshot, patch_model, progress
-from hf_sparse24.progress import Progress, is_watched
-from hf_sparse24_command import main
+from hf_sparse24 import Sparse24Config, export_model, oneshot, progress
+from hf_sparse24.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -80,27 +73,11 @@ def test_interrupted_work_and_other_processes_say_nothing(monkeypatch):
     assert said == [] and terminal.getvalue() == ""
 
 
-def test_words():
-    assert [progress.count(n, "batch") for n in (1, 2, 1000)] == ["1 batch", "2 batches", "1,000 batches"]
-    assert [progress.duration(s) for s in (0.04, 99, 150, 7200)] == ["0.0 s", "99.0 s", "2 min", "2.0 h"]
-
-
 def test_transformers_switch_turns_bars_off():
     logging.disable_progress_bar()
     with watching() as terminal, Progress("export", 1, "tensor") as bar:
         bar.update()
     assert terminal.getvalue() == ""
-
-
-def test_who_watches(monkeypatch):
-    with watching():
-        assert is_watched()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert not is_watched()
-    monkeypatch.setattr(sys, "stderr", None)  # pythonw
-    assert not is_watched()
-    monkeypatch.setattr(progress, "tqdm", type("tqdm", (type("tqdm_notebook", (), {}),), {}))
-    assert is_watched()
 
 
 def test_oneshot_and_export_say_what_they_did(tmp_path, caplog):
@@ -129,13 +106,6 @@ def test_loggers_of_other_processes_are_silent(caplog, monkeypatch):
     assert caplog.messages == ["said by the first process"]
 
 
-def test_every_logger_is_made_here():
-    for path in (ROOT / "hf_sparse24").rglob("*.py"):
-        text = path.read_text()
-        assert "logging.get_logger" not in text or path.name == "progress.py", path
-        assert "warnings.warn" not in text, path
-
-
 def prints(path: Path) -> list[int]:
     """Lines on which a file calls print."""
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
@@ -155,23 +125,3 @@ def test_tqdm_is_used_in_one_place(package):
     """So that bars look alike, and are hidden alike; the kernels tell a callback instead."""
     for path in (ROOT / package).rglob("*.py"):
         assert "tqdm" not in path.read_text() or path.name == "progress.py" or "disable_tqdm" in path.read_text(), path
-
-
-@pytest.mark.slow
-def test_verify_in_a_real_terminal(tmp_path, capsys):
-    model = zoo.build("llama")
-    patch_model(model)
-    export_model(model, tmp_path)
-    command = [sys.executable, "-m", "hf_sparse24_command", "verify", str(tmp_path)]
-    paths = os.pathsep.join([str(Path(hf_sparse24.__file__).parents[1]), str(ROOT / "kernels")])
-    main_end, other_end = pty.openpty()
-    termios.tcsetwinsize(other_end, (24, 80))  # tqdm shows nothing in a terminal without a size
-    environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, stderr=other_end, stdout=subprocess.PIPE, env=environment, text=True, check=True)
-    os.close(other_end)
-    seen = os.read(main_end, 100_000).decode()
-    os.close(main_end)
-    assert "verification:" in seen and "tensor/s" in seen
-    assert "; read in " in done.stdout
-    assert main(["verify", str(tmp_path)]) == 0
-    assert "verification" not in capsys.readouterr().err  # which is no terminal

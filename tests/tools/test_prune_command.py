@@ -286,13 +286,6 @@ def test_the_work_of_another_run_is_not_taken(change, value, said, models, text,
     assert said in printed and f"{tmp_path / 'out-work'} is of a run that differs in" in printed
 
 
-def test_a_folder_of_somebody_is_left_alone(models, text, tmp_path, capsys):
-    (tmp_path / "out-work").mkdir()
-    (tmp_path / "out-work" / "mine").write_text("")
-    assert main(arguments(models / "llama", text, tmp_path / "out")) == 2
-    assert "out-work is in the way" in capsys.readouterr().err and (tmp_path / "out-work" / "mine").exists()
-
-
 def test_blocks_have_the_special_tokens_of_a_text():
     tokenizer = stdlib_text.train_tokenizer(TEXTS, 300)
     single, special = "<mask> $A <pad>", [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<mask>", "<pad>")]
@@ -392,12 +385,6 @@ def test_a_card_that_cannot_be_read(models, text, tmp_path, capsys):
     write(tmp_path / "out" / "README.md", "---\na: [\n---\nmine\n")
     assert main(arguments(models / "llama", text, tmp_path / "out")) == 2
     assert "README.md" in capsys.readouterr().err and not (tmp_path / "out-work").exists()
-
-
-def test_several_gpus(models, text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert main(arguments(models / "llama", text, tmp_path / "out")) == 2
-    assert "CUDA_VISIBLE_DEVICES=0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [{"tokens": -1}, {"tokens": "nan"}, {"calibration_tokens": 0}, {"format": "int8"}])
