@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
-from transformers.trainer_pt_utils import get_parameter_names
+from transformers import Trainer
 
 from ..weights.sharding import local, local_gradient
 from ..weights.sparse_weight import sparse_weights
 
 Group = dict[str, Any]
 """A parameter group of an optimizer: `"params"`, `"masked"`, and AdamW's arguments."""
-
-_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Names that Transformers' Trainer does not decay, next to everything in an nn.LayerNorm."""
 
 
 class GroupTensors(NamedTuple):
@@ -121,14 +118,14 @@ def step_param_groups(
     Args:
         model: a patched model. Its sparse weights go into groups with `"masked": True`.
         weight_decay: of the parameters in `decay_names`; the others get 0.
-        decay_names: names of parameters to decay, such as `Trainer.get_decay_parameter_names(model)`. None for
-            Transformers' convention: all but biases and norms. A method's own trainable tensors are never decayed.
+        decay_names: names of parameters to decay. None for those that a Trainer decays: all but biases and norms. A
+            method's own trainable tensors are never decayed.
 
     Returns:
         At most four groups, masked and other, decayed and not, each with at least one parameter.
     """
     if decay_names is None:
-        decay_names = get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
+        decay_names = Trainer.get_decay_parameter_names(cast(Trainer, None), model)  # which uses no Trainer
     weights, decay_names = sparse_weights(model).values(), set(decay_names)
     masked_weights = {id(weight.master) for weight in weights}
     own = {id(parameter) for weight in weights for parameter in weight.parameters.values()}
