@@ -240,7 +240,7 @@ def test_int8_values_in_a_linear_layer(dtype, dense_math):
 def test_no_kernel_for_gpus_reads_int8_values(stand_in, planned_for_gpu):  # noqa: F811
     """A plan for a GPU says so; what the GPU's package has in their place is right all the same."""
     few = linear_problem(1, 48, 32, BF16)._replace(is_int8=True)
-    assert PACKED.plan(few, torch.device("cuda"), False) == "no kernel for GPUs reads int8 values"
+    assert PACKED.plan(few, torch.device("cuda"), False) == "no kernel for GPUs reads packed 2:4 of int8"
     assert plan_packed(few, CPU).backend is PACKED
     weight, x = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(3, 32).to(BF16)
     packed = kernels.quantize_packed(kernels.pack_nm(weight))

@@ -54,8 +54,9 @@ class PackedBackend(GemmBackend):
     def plan(self, problem: GemmProblem, device: torch.device, requested: bool) -> GemmPlan | str:
         if not problem.transposed:
             return "packed weights are multiplied in linear layers"
-        if device.type == "cuda" and (problem.is_int8 or problem.pattern != (2, 4)):
-            return f"no kernel for GPUs reads {'int8 values' if problem.is_int8 else f'packed {problem.pattern}'}"
+        if device.type == "cuda" and (problem.is_int8 or problem.dtype == torch.float32 or problem.pattern != (2, 4)):
+            stored = "int8" if problem.is_int8 else problem.dtype
+            return f"no kernel for GPUs reads packed {problem.pattern} of {stored}"
         reason = unsupported_device(device, problem.dtype)
         if reason is not None:
             return reason

@@ -51,17 +51,17 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
 def _unpack_kernel(values, mask, dense, rows, columns):
     _, left, row, column = tile(columns)
     for i in tl.static_range(4):
-        x = _unpack_rows(values, mask, row + i, left, rows, columns, 2, COLS)
+        x = _unpack_rows(values, mask, row + i, left, rows, columns)
         tl.store(dense + (row + i) * columns + column, x, mask=(row + i < rows) & (column < columns))
 
 
 @triton.jit
-def _unpack_rows(values, mask, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl.constexpr):
+def _unpack_rows(values, mask, row, left, rows, columns):
     """Rows `[R, 1]` of a packed matrix, COLS columns from `left` on, as `[R, COLS]` with zeros; zeros outside."""
     half = left // 2 + tl.arange(0, COLS // 2)[None, :]
     v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0)
     first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
-    nibble = _load_nibbles(mask, row, left, rows, columns, GROUPS, COLS)
+    nibble = _load_nibbles(mask, row, left, rows, columns, 2, COLS)
     i, j = nibble & 3, (nibble >> 2) & 3
     zero = tl.zeros_like(first)
     return join4(
@@ -106,15 +106,15 @@ def _load_nibbles(mask, row, left, rows, columns, GROUPS: tl.constexpr, COLS: tl
 def packed_linear(
     x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None
 ) -> Tensor:
-    """One pass over the weight for every `LARGEST_BLOCK` tokens."""
+    """One pass over the weight, of 16 bits, for every `LARGEST_BLOCK` tokens."""
     (tokens, columns), rows = x.shape, len(values)
-    if scales is not None or m != 4 or 2 * values.shape[1] != columns:  # no plan chooses this
+    if x.dtype == torch.float32 or scales is not None or m != 4 or 2 * values.shape[1] != columns:  # no plan has these
         return torch.nn.functional.linear(x, unpack_nm(values, mask, scales, m), bias)
     bias = None if bias is None else bias.contiguous()
     result = x.new_empty(tokens, rows)
     if not result.numel():
         return result
-    block, height, width = _blocks(tokens, x.dtype)
+    block, height, width = _blocks(tokens)
     programs = triton.cdiv(tokens, block) * triton.cdiv(rows, height)
     parts = max(1, min(FILL // programs, columns // SHORTEST_PART))
     # Asynchronous copies, which fetch what the next steps need, have 4 bytes at least.
@@ -123,7 +123,7 @@ def packed_linear(
     sums = result if parts == 1 else x.new_empty(parts, tokens, rows, dtype=torch.float32)
     _linear_kernel[(programs * parts,)](
         x.contiguous(),
-        values.contiguous() if x.dtype == torch.float32 else _as_int32(values),
+        _as_int32(values),
         words,
         bias if parts == 1 else None,
         sums,
@@ -152,10 +152,8 @@ def _as_int32(x: Tensor) -> Tensor:
     return (x.clone() if x.storage_offset() * x.element_size() % 4 else x).view(torch.int32)
 
 
-def _blocks(tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def _blocks(tokens: int) -> tuple[int, int, int]:
     """Tokens, rows and columns of a program's block. 16 tokens are the fewest that tensor cores take."""
-    if dtype == torch.float32:  # no tensor cores: operands of the dot are in registers
-        return 16, 32, 64
     if tokens <= 16:
         return 16, 32, 256
     # Every program reads all of x, so for more tokens it must do so for more rows.
@@ -190,11 +188,8 @@ def _linear_kernel(
     for left in range(part * length, tl.minimum((part + 1) * length, columns), COLS):
         column = left + tl.arange(0, COLS)[None, :]
         features = tl.load(x + token * columns + column, mask=(token < tokens) & (column < columns), other=0.0)
-        if values.dtype.element_ty == tl.int32:
-            weight = _unpack_pairs(values, mask, row, left, rows, columns, x.dtype.element_ty, GROUPS, COLS)
-        else:
-            weight = _unpack_rows(values, mask, row, left, rows, columns, GROUPS, COLS)
-        total = tl.dot(features, weight.trans(1, 0), total, input_precision="ieee")  # fp32 as fp32, not as TF32
+        weight = _unpack_pairs(values, mask, row, left, rows, columns, x.dtype.element_ty, GROUPS, COLS)
+        total = tl.dot(features, weight.trans(1, 0), total)
     output = top + tl.arange(0, ROWS)[None, :]
     if bias is not None:
         total += tl.load(bias + output, mask=output < rows, other=0.0).to(tl.float32)
