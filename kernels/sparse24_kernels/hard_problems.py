@@ -1,8 +1,7 @@
 """Hard problems for each operator, and where an implementation solves them differently from the reference.
 
-They are solved on first use; tests add sizes, and benchmarks compare their own calls by `compare`. They have ties,
-zeros, subnormals, inf, NaN, empty tensors, and sizes that fill no tile. Results must be equal bit for bit, except for
-sums and approximate functions, whose errors are bounded as `kernels/README.md` says.
+They have ties, zeros, subnormals, inf, NaN, empty tensors, and sizes that fill no tile. Results must be equal bit for
+bit, except for sums and approximate functions, whose errors are bounded as `kernels/README.md` says.
 """
 
 import math

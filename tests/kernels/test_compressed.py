@@ -129,6 +129,7 @@ def test_another_layout_is_noticed(monkeypatch):
     assert not sparse_backends.stores_as_known(CPU, BF16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["s-ste", "t-sr-ste"])
 def test_a_layer_compiles_in_one_graph(method, hopper):
     layer = patched(linear(128, 192, True, CPU), method, "cusparselt")

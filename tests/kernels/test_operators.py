@@ -52,6 +52,7 @@ def test_every_operator_is_checked_somewhere():
     } == names
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph():
     def step(weight, grad, key):
         bits = kernels.transposable_mask(weight, packed=True)
