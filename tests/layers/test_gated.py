@@ -74,9 +74,7 @@ def test_outputs_gradients_and_state_stay(name):
 @pytest.mark.parametrize("name", ["gpt2", "bert", "opt", "falcon", "mixtral"])
 def test_other_models_are_left_alone(name):
     model = build(name)
-    classes = [type(module) for module in model.modules()]
-    assert fuse_gated_mlps(model) == []
-    assert [type(module) for module in model.modules()] == classes
+    assert fuse_gated_mlps(model) == fused_modules(model) == []
 
 
 def test_the_shared_expert_is_a_gated_mlp():
@@ -84,10 +82,9 @@ def test_the_shared_expert_is_a_gated_mlp():
     assert len(names) == 2 and all(name.endswith("shared_expert") for name in names)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
-@pytest.mark.parametrize("method", ["s-ste", "ste"])
-def test_before_or_after_patching(name, method):
-    config = Sparse24Config(method=method, weight_grad="dense")
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_before_or_after_patching(name):
+    config = Sparse24Config(method="s-ste", weight_grad="dense")
     patched, before, after = build(name), build(name), build(name)
     patch_model(patched, config)
     patch_model(before, config)

@@ -115,7 +115,7 @@ def test_a_quantized_model_is_not_patched_and_is_no_base_of_masked_adapters(pack
         PeftModel.from_pretrained(quantized, tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layers", "experts", "packed layers", "packed experts"])
 def test_data_parallel_is_refused(kind):
     with pytest.raises(RuntimeError, match=r"nn.DataParallel runs copies .* start one process for each GPU"):
         for module in KINDS[kind]().modules():

@@ -230,11 +230,11 @@ def test_a_layer_is_the_formula_with_and_without_adapters_and_merges(conv1d, ini
 def test_adapters_start_random_and_different():
     """N(0, 1) in each layer, another draw in each, the same whenever the same model is patched."""
     model, again = adapted(adapter_rank=32), adapted(adapter_rank=32)
-    lefts = [weight.parameters["adapter_left"].detach() for weight in sparse_weights(model).values()]
-    assert all(
-        torch.equal(left, weight.parameters["adapter_left"])
-        for left, weight in zip(lefts, sparse_weights(again).values(), strict=True)
+    lefts, others = (
+        [weight.parameters["adapter_left"].detach() for weight in sparse_weights(one).values()]
+        for one in (model, again)
     )
+    assert all(map(torch.equal, lefts, others))
     firsts = [float(left[0, 0]) for left in lefts]
     assert len(set(firsts)) == len(firsts) > 4
     draws = torch.cat([left.flatten() for left in lefts])

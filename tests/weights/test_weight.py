@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_sparse24 import Sparse24Config, patch_model, sparse_run, sparse_weights
 from hf_sparse24.layers.sparse_module import make_dense
 from hf_sparse24.metrics import is_nm_sparse
-from hf_sparse24.run import SparseRun, set_phase
+from hf_sparse24.run import SparseRun
 from hf_sparse24.weights.sharding import total
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
@@ -116,9 +116,7 @@ def test_saved_and_loaded(method, input_dim):
 @every_method
 def test_attached_and_detached(method):
     model, stack = attached(make_stack(-1), -1, method)
-    assert stack.run.phase == "sparse" and sparse_run(model) is stack.run
-    set_phase(model, "dense")
-    assert stack.run.phase == "dense"
+    assert sparse_run(model) is stack.run
     make_dense(stack)
     assert not sparse_weights(model) and list(model.state_dict()) == ["up"] and "sparse24" not in vars(model)
     assert torch.equal(model.up, make_stack(-1))
