@@ -1,10 +1,9 @@
-"""Kill training and exports at random moments, with SIGKILL: nothing is lost, and no two models mix.
+"""Kill training at random moments, with SIGKILL: nothing is lost.
 
-    python tests/support/kill.py 50 50      # kills in training, kills in exports of either format
+    python tests/support/kill.py 50      # kills
 
 A run that is killed, and resumed until it ends, has the weights of a run that was not killed, bit for bit, and no
-checkpoint is lost that had been saved. A directory in which an export is killed loads as the old model or as the new
-one, by their outputs, or has no `config.json`. All runs are forks of one process, which imports everything once.
+checkpoint is lost that had been saved. All runs are forks of one process, which imports everything once.
 """
 
 import mmap
@@ -21,13 +20,10 @@ from pathlib import Path
 import torch
 import zoo
 from safetensors.torch import load_file
-from sparse_models import logits
 from training_runs import arguments, dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, utils
+from transformers import utils
 
-from hf_sparse24 import Sparse24Config, Sparse24Trainer, export_model, patch_model
-from hf_sparse24.checkpoints import replacing
-from hf_sparse24.checkpoints.export import FORMATS
+from hf_sparse24 import Sparse24Config, Sparse24Trainer
 from hf_sparse24.training.resume import last_whole_checkpoint
 
 STEPS = 10
@@ -59,17 +55,6 @@ def newest(directory: Path) -> int:
         return int(last_whole_checkpoint(directory).rpartition("-")[2])
     except ValueError:
         return 0
-
-
-def export(model: PreTrainedModel, directory: Path, format: str) -> None:
-    switch = replacing._switch
-
-    def marked(*args) -> None:
-        shared[WRITING] = 1
-        switch(*args)
-
-    replacing._switch = marked
-    export_model(model, directory, format)
 
 
 def ends(function: Callable[..., None], *args, kill: Callable[[], bool] = lambda: False) -> bool:
@@ -145,49 +130,12 @@ def kill_training(kills: int, root: Path, draw: random.Random) -> str:
     )
 
 
-def kill_exports(kills: int, root: Path, draw: random.Random, format: str) -> str:
-    directory = root / format
-    models = [zoo.build("llama", intermediate_size=96), zoo.build("llama", seed=1, rms_norm_eps=0.1)]
-    for model in models:
-        patch_model(model, Sparse24Config(target_modules="all-linear"))
-    expected = [logits(model) for model in models]
-    duration = timed(ends, export, models[0], directory, format)
-    old = killed = switching = new = none = 0
-    while killed < kills:
-        done = ends(export, models[1 - old], directory, format, kill=moment(draw, duration, 0.02))
-        killed += not done
-        switching += shared[WRITING] and not done
-        if not (directory / "config.json").exists():
-            assert not done
-            none += 1
-            continue
-        found = logits(AutoModelForCausalLM.from_pretrained(directory))
-        which = [number for number in (0, 1) if torch.equal(found, expected[number])]
-        assert which and (which == [1 - old] or not done), "neither the old model nor the new one"
-        new += not done and which != [old]
-        old = which[0]
-    export_model(models[0], directory, format)
-    index = {"packed.safetensors.index.json"} if format == "packed" else set()
-    assert {path.name for path in directory.iterdir()} == index | {
-        "config.json",
-        "generation_config.json",
-        "packed.safetensors" if format == "packed" else "model.safetensors",
-        "sparse24.json",
-    }
-    return (
-        f"{format} exports: {killed} kills, {switching} while files were switched; {none} left no model, "
-        f"{killed - new - none} the old one, {new} the new one, none a mix"
-    )
-
-
-def main(training: int, exports: int, seed: int = 0) -> None:
+def main(kills: int, seed: int = 0) -> None:
     torch.set_num_threads(1)
     utils.logging.disable_progress_bar()
     utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as root:
-        print(kill_training(training, Path(root), random.Random(seed)), flush=True)
-        for format in FORMATS:
-            print(kill_exports(exports, Path(root), random.Random(seed), format), flush=True)
+        print(kill_training(kills, Path(root), random.Random(seed)), flush=True)
 
 
 if __name__ == "__main__":
