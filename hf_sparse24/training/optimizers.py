@@ -82,19 +82,28 @@ class TorchOptimizer:
         """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
         that the optimizer is not going to take does not count. The handles end it."""
 
-        def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins."""
-            if any(map(callable, (*args[1:], *kwargs.values()))):
-                way = "run it, forward and backward, and then call step()"
-                raise ValueError(f"step(closure) makes gradients after masked decay has changed them: {way}")
-            is_within = self._takes_step = self._is_within_step()
-            if kwargs == {"closure": None} and not any(group.get("lr", 1) for group in optimizer.param_groups):
-                return  # torch.distributed.checkpoint lets the optimizer make its state so, before it loads that
-            if not is_within:
+        def final_gradients() -> None:
+            if not self._is_within_step():
                 self._takes_step = _unscale(self.optimizer)
                 if self._takes_step:
                     before()
                     change()
+
+        def pre_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """torch calls it when `optimizer.step(*args[1:], **kwargs)` begins, and goes on with what it returns."""
+            self._takes_step = self._is_within_step()
+            if kwargs == {"closure": None} and not any(group.get("lr", 1) for group in optimizer.param_groups):
+                return None  # torch.distributed.checkpoint lets the optimizer make its state so, before it loads that
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                return final_gradients()
+
+            def and_final_gradients() -> object:  # Lightning makes them within the step
+                loss = closure()
+                final_gradients()
+                return loss
+
+            return args[:1], kwargs | {"closure": and_final_gradients}
 
         def post_hook(*_: object) -> None:
             if self._takes_step:

@@ -69,30 +69,31 @@ def test_under_a_grad_scaler(fused, unscales, decay_on):
         assert controller.step == steps
 
 
-def test_a_closure_is_refused():
-    """Lightning makes the gradients in one, which is after masked decay."""
-    model = mlp(masked_decay=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Sparse24Controller(model, optimizer, total_steps=4)
-    for step in (optimizer.step, lambda closure: optimizer.step(closure=closure)):
-        with pytest.raises(ValueError, match=r"step\(closure\).*call step\(\)"):
-            step(lambda: gradients(model, 2.0))
-
-
 class OwnAdamW(torch.optim.AdamW):
     def step(self, closure=None):
         return super().step(closure)
 
 
-def test_a_step_that_calls_that_of_its_base_class_decays_once():
-    """torch calls the hooks of an optimizer in both, where one of the base class has been made before."""
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, OwnAdamW])  # torch calls hooks in a class and in its base
+@pytest.mark.parametrize("arguments", ["none", "args", "kwargs"])
+def test_gradients_are_decayed_once_where_a_closure_makes_them_too(cls, arguments):
+    """Lightning runs forward and backward within `step`."""
     models = mlp(masked_decay=0.5), mlp(masked_decay=0.5)
-    for model, cls in zip(models, (torch.optim.AdamW, OwnAdamW)):
-        optimizer = cls(model.parameters(), lr=0.1)
+    for model in models:
+        optimizer = (cls if model is models[1] else torch.optim.AdamW)(model.parameters(), lr=0.1)
         controller = Sparse24Controller(model, optimizer, total_steps=2)
-        for _ in range(2):
+
+        def closure(model=model):
             gradients(model, 0.01)
-            optimizer.step()
+            return 7.0
+
+        for _ in range(2):
+            if arguments == "none" or model is models[0]:
+                closure()
+                optimizer.step()
+            else:
+                loss = optimizer.step(closure) if arguments == "args" else optimizer.step(closure=closure)
+                assert loss == 7.0
         assert controller.step == 2
     assert torch.equal(models[0][0].weight, models[1][0].weight)
 
