@@ -65,10 +65,12 @@ def test_the_base_is_a_checkpoint_an_export_or_a_patched_dense_model(dense, tmp_
     base = patched(dense, "t-sr-ste")
     base.save_pretrained(tmp_path / "base")
     export_model(base, tmp_path / "export")
+    export_model(base, tmp_path / "packed", "packed")
     model = peft.get_peft_model(base, lora())
     expected = logits(model)
     model.save_pretrained(tmp_path / "adapter")
-    for found in (load(tmp_path / "base"), patched(tmp_path / "export", "t-sr-ste"), patched(dense, "t-sr-ste")):
+    bases = load(tmp_path / "base"), load(tmp_path / "packed"), patched(dense, "t-sr-ste")
+    for found in (*bases, patched(tmp_path / "export", "t-sr-ste")):
         loaded = peft.PeftModel.from_pretrained(found, tmp_path / "adapter")
         assert masks(loaded) == [True] * 2
         torch.testing.assert_close(logits(loaded), expected)
