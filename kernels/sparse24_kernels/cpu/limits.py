@@ -121,7 +121,7 @@ def _name() -> str:
 
 @cache
 def _read(name: str) -> Limits:
-    """What was measured, nothing where the file is not there or, with a warning, damaged."""
+    """The limits that were measured; none where the file is not there or, with a warning, damaged."""
     try:
         file = cache_folder() / name
         limits = json.loads(file.read_text()) if file.exists() else {}
