@@ -34,8 +34,9 @@ def compile_only() -> list[Any]:
 
 def main() -> None:
     compiled = compile_only()
-    # What is approximate is the reference's. In so many columns a sum has several parts.
-    kinds = {(workload.name, workload.dtype): workload for workload in workloads() if "approx" not in workload.name}
+    # MVUE has a kernel for its exact 2:4 alone. In so many columns a sum has several parts.
+    timed = [each for each in workloads() if each.operator != "mvue" or "2:4 exact" in each.name]
+    kinds = {(workload.name, workload.dtype): workload for workload in timed}
     for workload in kinds.values():
         name = workload.operator
         compiled.clear()
