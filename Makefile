@@ -57,9 +57,10 @@ figures: .venv/.docs-installed
 docs: .venv/.docs-installed
 	$(BIN)/python docs/build_site.py $(DOCS_ARGS)
 
-# On a GPU: whether kernels, GEMMs and layers compute the right thing. Needs the test extra in GPU_PYTHON.
+# On a GPU: whether kernels, GEMMs and layers compute the right thing. GPU_PYTHON needs torch, triton, transformers,
+# accelerate, peft and pytest. Within ten minutes: `timeout -s INT 570 make gpu-test GPU_TEST_ARGS=-v` says what failed.
 gpu-test:
-	$(GPU_PYTHON) -m pytest -q -m gpu
+	$(GPU_PYTHON) -m pytest -q -m gpu $(GPU_TEST_ARGS)
 
 # On a GPU: kernels, GEMMs and a training step timed. GPU_ARGS='--sections kernels --minutes 4'.
 gpu:

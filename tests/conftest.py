@@ -39,6 +39,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m gpu`, leave out the files without such tests: a machine with a GPU may lack the packages they import."""
+    if config.option.markexpr == "gpu":
+        files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+        return None if any("mark.gpu" in file.read_text() for file in files) else True
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_search_for_garbage_among_imports():
     """Accelerate collects garbage at every start of a training. Half a million objects of the libraries would make that

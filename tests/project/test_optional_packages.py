@@ -1,12 +1,15 @@
 """The library works without the packages of its extras; what needs one names the command that installs it."""
 
+import os
 import re
 import subprocess
 import sys
 from configparser import ConfigParser
+from importlib.metadata import distribution, packages_distributions
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from paths import ROOT, SUPPORT
 
 SETUP = ConfigParser()
@@ -16,7 +19,7 @@ EXTRAS = {
     for extra, text in SETUP["options.extras_require"].items()
 }
 
-WITHOUT = """
+HIDE = """
 import sys; sys.path.insert(0, {here!r})
 from importlib.machinery import PathFinder
 
@@ -26,6 +29,10 @@ class Without(PathFinder):
         return None if name.partition(".")[0] in {absent!r} else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+"""
+WITHOUT = (
+    HIDE
+    + """
 import pathlib, torch, zoo
 import sparse24_kernels as kernels
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -64,6 +71,7 @@ assert cli.main(["doctor"]) == 0
 imported = {{name.partition(".")[0] for name in sys.modules}}
 assert not imported & {absent!r}, imported & {absent!r}
 """
+)
 
 
 @pytest.mark.slow
@@ -76,6 +84,35 @@ def test_a_process_without_the_packages_of_the_extras(tmp_path):
     code = WITHOUT.format(here=str(SUPPORT), absent=absent)
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+def required_by(*names: str) -> set[str]:
+    """These distributions and all that they need, by their normalized names."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name not in found:
+            found.add(name)
+            needs = [Requirement(line) for line in distribution(name).requires or []]
+            todo += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.slow
+def test_tests_on_a_gpu_need_six_packages():
+    needed = required_by("torch", "triton", "transformers", "accelerate", "peft", "pytest")
+    ours = {"hf_sparse24", "hf_sparse24_command", "sparse24_kernels"}
+    found = packages_distributions().items()
+    absent = {name for name, by in found if not needed & {canonicalize_name(one) for one in by}} - ours
+    assert {"datasets", "hypothesis", "trl", "xdist"} <= absent
+    code = HIDE.format(here=str(SUPPORT), absent=absent) + "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "-q", "-m", "gpu", "--tb=line"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins are found by their metadata
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (failed|passed|error)", run.stdout)}
+    assert sum(counts.values()) > 500 and "error" not in counts, run.stdout + run.stderr  # they fail without a GPU
+    assert "ModuleNotFoundError" not in run.stdout and "ImportError" not in run.stdout, run.stdout
 
 
 def test_every_extra_that_a_message_names_exists():
