@@ -68,7 +68,7 @@ def test_wanda_gives_the_numbers_of_the_official_code(dead, expected):
     """What `prune_wanda` in github.com/locuslab/wanda (8e8fc87) gives, dead inputs included."""
     x = OFFICIAL_X.index_fill(1, torch.tensor(dead, dtype=torch.long), 0)
     inputs = SimpleNamespace(squares=x.square().sum(0))
-    pruned, mask, _ = CRITERIA["wanda"](OFFICIAL_WEIGHT, inputs, Pattern(2, 4), 0.01)
+    pruned, mask, _ = CRITERIA["wanda"](OFFICIAL_WEIGHT, inputs, Pattern(2, 4), 0.01, None)
     assert torch.equal(pruned, torch.tensor(expected)) and torch.equal(OFFICIAL_WEIGHT * mask, pruned)
 
 

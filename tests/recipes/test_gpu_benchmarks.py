@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of
 
 CPU = torch.device("cpu")
 LAYERS = [gemms.Layer("GPT-2 tiny", 48, 32, 32), gemms.Layer("Tiny", 32, 48, 8192)]
-KERNELS = ("nm_mask bits, rows", "prune mask: packed", "s_ste_scale", "swiglu backward, row-major")
+KERNELS = ("nm_mask bits, rows", "prune mask: dense", "prune soft-threshold: dense", "swiglu backward, row-major")
 
 
 class FakeMachine:
@@ -108,12 +108,12 @@ def test_an_operation_that_raises_is_recorded_and_the_run_goes_on(tiny, tmp_path
 
     sizes = {str(workload): workload.bytes() for workload in tiny}
     monkeypatch.setattr(operations.Workload, "bytes", lambda workload: sizes[str(workload)])
-    monkeypatch.setitem(operations.PUBLIC, "s_ste_scale", broken)
+    monkeypatch.setitem(operations.PUBLIC, "nm_mask", broken)
     code, result, text = run(tmp_path, "kernels")
     rows = result["sections"]["kernels"]["rows"]
     assert code == 0
     for name, row in rows.items():
-        error = "RuntimeError: out of luck in ./file" if name.startswith("s_ste_scale") else None
+        error = "RuntimeError: out of luck in ./file" if name.startswith("nm_mask") else None
         assert row["times"]["ours"].get("error") == error and (error is None or error in text)
         assert "us" in row["times"]["copy of as many bytes"]
 
