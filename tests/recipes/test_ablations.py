@@ -13,7 +13,7 @@ from arguments import UsageError, parse_arguments
 from method_runs import loop, run_steps
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, Sparse24Linear, export_model, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Linear, patch_model
 from hf_sparse24.methods import METHODS
 from hf_sparse24.metrics import is_nm_sparse
 
@@ -71,19 +71,6 @@ def test_gamma_moves_the_threshold_towards_the_smallest_that_is_kept():
         weight.method.state_of_pruned(weight.views()[0])
     with pytest.raises(ValueError, match="gamma=1: must be"):
         Sparse24Config(method="s-ste-gamma", gamma=1)
-
-
-def test_scales_that_are_given_and_that_move():
-    given = sparse_models.patched("llama", method="s-ste-fixed-scale", scale=1.25)
-    moving = sparse_models.patched("llama", method="s-ste-moving-scale")
-    before = loop(moving)
-    metrics = before[1].metrics()
-    run_steps(moving, *before, 1)
-    assert before[1].metrics()["scale_mean"] != metrics["scale_mean"]
-    weight = next(iter(sparse_weights(given).values()))
-    assert weight.state["scale"] == 1.25 and weight.method.check_state(weight.views()[0]) is None
-    weight.state["scale"].fill_(2.0)
-    assert weight.method.check_state(weight.views()[0]) == "scale is 2, not 1.25"
 
 
 def test_the_weight_of_grad_input_is_pruned_without_bias():
@@ -160,15 +147,6 @@ def test_dense_weights_with_pruned_gradients(estimator):
     else:
         assert not torch.equal(drawn[0], drawn[1])
         assert ((drawn.mean(0) - expected).abs() <= 5 * drawn.std(0) / len(draws) ** 0.5).all()
-
-
-def test_an_export_of_dense_weights_is_dense(tmp_path):
-    model = sparse_models.patched("llama", method="dense-weight")
-    with pytest.raises(ValueError, match="is not 2:4 as method 'dense-weight' prunes it"):
-        export_model(model, tmp_path / "packed", format="packed")
-    export_model(model, tmp_path / "dense")
-    loaded = type(model).from_pretrained(tmp_path / "dense").eval()
-    assert torch.equal(loaded(**zoo.batch(0)).logits, model.eval()(**zoo.batch(0)).logits)
 
 
 def test_a_recipe_imports_it_by_a_flag(tmp_path):

@@ -1,7 +1,5 @@
 """recipes/convert_bitmask.py: sparse-24-bitmask checkpoints become dense ones, and damaged ones nothing."""
 
-import json
-
 import convert_bitmask
 import pytest
 import torch
@@ -114,16 +112,3 @@ def test_other_formats_are_refused_by_name(fields, message, tmp_path, capsys):
     zoo.build("llama").save_pretrained(tmp_path / "source")
     set_quantization(tmp_path / "source", **fields)
     refused(tmp_path / "source", tmp_path / "out", message, capsys)
-
-
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_the_config_of_a_dense_checkpoint_loses_its_sparsity_alone(key, tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    zoo.build("llama").save_pretrained(source)
-    before = json.loads((source / "config.json").read_text())
-    leftover = {"sparsity_config": SPARSITY | {"format": "dense"}, "quant_method": "compressed-tensors"}
-    (source / "config.json").write_text(json.dumps(before | {key: leftover}))
-    assert convert_bitmask.main([str(source), str(out)]) == 0
-    assert json.loads((out / "config.json").read_text()) == before
-    ours, theirs = (load_file(path / "model.safetensors") for path in (out, source))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -4,7 +4,6 @@ import json
 
 import build_site
 import cpu_page
-import numpy as np
 import pytest
 import sparse24_kernels as kernels
 import torch
@@ -12,7 +11,7 @@ from sparse24_kernels.cpu.library import load
 from torch.nn.functional import linear
 
 from hf_sparse24.methods import METHODS
-from recipes.benchmarks import builds, cpu, cpu_layers, cpu_training, llama_cpp
+from recipes.benchmarks import builds, cpu, cpu_layers, cpu_training
 from recipes.benchmarks.timing import Cycle, middle, over, spread, take_turns, turns
 from recipes.benchmarks.variants import Variant, peak_memory
 
@@ -138,20 +137,3 @@ def test_the_processes_of_variants(tmp_path):
     assert rows["32 x 64 x 96, output, avx2, 1 thread"]["facts"]["path"] in ("avx2", "none")
     with pytest.raises(RuntimeError, match="engines nothing ended with 1"):
         Variant("recipes.benchmarks.engines", "nothing")
-
-
-def test_sections_and_rows(tmp_path, capsys):
-    for command, text in ((["nothing", "--output", str(tmp_path)], "nothing: sections are"), (["--quick"], "--output")):
-        with pytest.raises(SystemExit) as caught:
-            cpu.main(command)
-        assert caught.value.code == 2 and text in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
-    assert cpu.main(["layers", "--list", "--only", "14336x4096 fp32, 512"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"14336x4096 fp32, 512 tokens, {n}" for n in ("1 thread", "2 threads")
-    ]
-
-
-def test_rotary_rows_in_the_order_of_llama_cpp():
-    rows = np.arange(8)[:, None] * np.ones((1, 3), int)
-    assert llama_cpp.interleave_rotary(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

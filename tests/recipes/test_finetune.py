@@ -3,9 +3,7 @@
 import evaluate
 import glue
 import pytest
-import tiny_tasks
 import torch
-from datasets import load_dataset
 from paths import RECIPES
 from recipe_runs import BERT, results, toy_flags
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForMaskedLM, Trainer
@@ -47,27 +45,6 @@ def test_glue_metrics(task, predictions, references, expected):
 
 
 # --- data ---
-
-
-def test_tiny_tasks_are_the_same_everywhere_and_have_the_columns_of_the_real_ones(tasks, tmp_path):
-    again = tiny_tasks.prepare(tmp_path / "again", vocab_size=1024, max_files=250)
-    files = sorted(path.relative_to(tasks) for path in tasks.rglob("*.json*"))
-    assert len(files) == 1 + 7 + 2 + 2  # manifest, glue, squad, tokenizer
-    for file in files:
-        assert (again / file).read_bytes() == (tasks / file).read_bytes()
-    stamp = (tasks / "manifest.json").stat().st_mtime_ns
-    tiny_tasks.prepare(tasks, vocab_size=1024, max_files=250)
-    assert (tasks / "manifest.json").stat().st_mtime_ns == stamp
-
-    for task, splits in tiny_tasks.GLUE.items():
-        rows = load_dataset(str(tasks / "glue"), task)
-        assert list(rows) == list(splits)
-        assert set(rows["train"].column_names) == {*glue.TASKS[task].columns, "label", "idx"}
-    labels = load_dataset(str(tasks / "glue"), "sst2")["train"]["label"]
-    assert sum(labels) * 2 == len(labels)
-    rows = load_dataset(str(tasks / "squad"))
-    assert rows["train"].column_names == ["context"]
-    assert not {*rows["train"]["context"]} & {*rows["validation"]["context"]}
 
 
 # --- training ---

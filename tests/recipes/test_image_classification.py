@@ -4,7 +4,6 @@ from functools import partial
 
 import image_classification
 import pytest
-import tiny_images
 import torch
 from datasets import ClassLabel, load_dataset
 from PIL import Image
@@ -18,19 +17,6 @@ flags = partial(toy_flags, "image_classification")
 
 
 # --- data ---
-
-
-def test_tiny_images_are_the_same_everywhere(digits, tmp_path):
-    again = tiny_images.prepare(tmp_path / "again")
-    for name in ("train.parquet", "validation.parquet", "processor/preprocessor_config.json", "manifest.json"):
-        assert (again / name).read_bytes() == (digits / name).read_bytes()
-    splits = load_dataset(str(digits))
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 1437, "validation": 360}
-    assert splits["train"].features["label"] == ClassLabel(names=[*"0123456789"])
-    assert splits["validation"][0]["image"].size == (8, 8) and splits["validation"][0]["label"] == 0
-    stamp = (digits / "manifest.json").stat().st_mtime_ns
-    tiny_images.prepare(digits)
-    assert (digits / "manifest.json").stat().st_mtime_ns == stamp
 
 
 def test_random_crops_have_the_size_and_hold_the_area():

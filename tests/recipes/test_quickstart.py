@@ -9,10 +9,8 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stdout, suppress
-from itertools import product
 from types import SimpleNamespace
 
-import mask_quality
 import pytest
 import quickstart
 import stdlib_text
@@ -124,18 +122,3 @@ def test_quickstart_interrupted(tmp_path):
         process.kill()  # nothing where it has ended
     assert process.returncode == 130, errors[-2000:]
     assert "interrupted" in errors and ("Traceback" not in errors or "Exception ignored in" in errors)
-
-
-def test_mask_diversity():
-    """Of 64 weights, the paper's numbers, and of tiles their true count, by enumeration where that is short."""
-    tiles = (torch.tensor(bits).reshape(4, 4) for bits in product((0, 1), repeat=16))
-    legal = sum(bool((tile.sum(0) == 2).all() and (tile.sum(1) == 2).all()) for tile in tiles)
-    assert mask_quality.mask_diversity(2, 4, 64) == 6**16 == 2821109907456
-    assert mask_quality.mask_diversity(4, 8, 64) == 70**8
-    assert mask_quality.mask_diversity(1, 2, 64) == 2**32
-    assert mask_quality.mask_diversity(2, 4, 64, transposable=True) == 90**4 == legal**4
-    assert mask_quality.mask_diversity(1, 2, 64, transposable=True) == 2**16
-    assert mask_quality.mask_diversity(4, 8, 64, transposable=True) == 116_963_796_250
-    assert mask_quality.mask_diversity(1, 3, 9, transposable=True) == 6
-    with pytest.raises(AssertionError, match="10 is no multiple of 16"):
-        mask_quality.mask_diversity(2, 4, 10, transposable=True)

@@ -1,11 +1,8 @@
 """Supervised fine-tuning of chats, as a user runs it, on a tiny model."""
 
-import importlib
 import json
-import sys
 
 import pytest
-import tiny_chats
 from task_runs import MLP, assert_merged, flags
 from transformers import AutoModelForCausalLM
 
@@ -43,17 +40,6 @@ def trained_texts(trainer) -> list[str]:
     rows = trainer.train_dataset
     kept = [[token for token, label in zip(row["input_ids"], row["labels"]) if label != -100] for row in rows]
     return trainer.processing_class.batch_decode(kept)
-
-
-def test_the_chats_that_every_machine_can_make(tmp_path, chats):
-    rows, held_out = (read(chats / "instructions" / f"{split}.jsonl") for split in ("train", "validation"))
-    assert len(rows) > 100 and all(row["completion"].strip() in row["prompt"] for row in rows)
-    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
-    conversation = read(chats / "chats" / "train.jsonl")[0]["messages"]
-    assert [message["role"] for message in conversation] == ["user", "assistant"] * 3
-    written = (chats / "manifest.json").stat().st_mtime_ns
-    assert tiny_chats.prepare(chats, max_files=60) == chats
-    assert (chats / "manifest.json").stat().st_mtime_ns == written
 
 
 def test_sft_of_all_weights(tmp_path, models, chats, capsys):
@@ -97,13 +83,3 @@ def test_sft_with_lora(tmp_path, models, chats, capsys):
 def test_sft_control_run(tmp_path, models, chats):
     control = sft.main(chat_flags(tmp_path, models / "dense", chats, method="dense"))
     assert not sparse_weights(control.model) and "flip_rate" not in control.state.log_history[0]
-
-
-@pytest.mark.parametrize(("package", "settings"), [("peft", {"lora": True}), ("trl", {})])
-def test_missing_packages(tmp_path, models, chats, monkeypatch, package, settings):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "sft")
-    with pytest.raises(ImportError, match=rf"needs {package}: pip install -c constraints\.txt -e '\.\[{package}\]'"):
-        importlib.import_module("sft").main(
-            chat_flags(tmp_path, models / "zeros", chats, method="fixed-mask", **settings)
-        )
