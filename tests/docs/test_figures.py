@@ -5,11 +5,9 @@ import re
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 
-import build_site
 import make
 import pages
 import pytest
-import results
 import style
 from paths import ROOT
 
@@ -51,10 +49,6 @@ def test_the_committed_file_is_what_is_drawn(name):
 
 def test_committed_files_are_the_registered_and_the_frozen_ones():
     assert {path.stem for path in make.IMAGES.glob("*.svg")} == style.PICTURES.keys() | make.FROZEN
-
-
-def test_every_method_has_a_figure():
-    assert sorted(results.METHODS) == sorted(build_site.shipped_methods())
 
 
 def test_every_figure_is_on_a_page():

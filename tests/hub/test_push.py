@@ -139,14 +139,6 @@ def test_shards_that_a_push_replaces_go_and_other_files_stay(hub):
     assert torch.equal(logits(load(hub)), logits(model))
 
 
-def test_branches_and_pull_requests(hub):
-    model = patched()
-    model.push_to_hub(REPO, revision="sparse")
-    assert WEIGHTS in hub.files(REPO, "sparse") and WEIGHTS not in hub.files(REPO)
-    model.push_to_hub(REPO, create_pr=True)
-    assert WEIGHTS in hub.files(REPO, "refs/pr/1") and WEIGHTS not in hub.files(REPO)
-
-
 def test_a_card_on_the_hub_keeps_what_its_author_wrote(hub):
     model = patched()
     hub.create_repo(REPO)
@@ -286,17 +278,6 @@ def test_pushes_at_saves_are_the_trainers_and_the_export_replaces_them(hub, tmp_
     assert patched_config(load(hub)) is not None
     run.push_to_hub(format="packed")
     assert sparse_weights(load(hub), PACKED) and WEIGHTS not in hub.files(REPO)
-
-
-def test_a_failed_push_of_the_trainer_loses_nothing(hub, tmp_path):
-    run = trainer(tmp_path)
-    run.train()
-    hub.errors["create_commit"] = ConnectionError("down")
-    with pytest.raises(ConnectionError):
-        run.push_to_hub()
-    assert patched_config(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")) is not None
-    hub.errors.clear()
-    assert run.push_to_hub().oid == "1" and WEIGHTS in hub.files(REPO)
 
 
 def test_a_model_without_sparsity_is_pushed_as_by_transformers(hub, tmp_path):

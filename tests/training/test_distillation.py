@@ -194,15 +194,6 @@ def test_adapters_learn_from_a_teacher(tmp_path):
     assert torch.equal(weights(model.unload()), base)
 
 
-def test_the_search_for_a_masked_decay_leaves_the_log_alone(tmp_path):
-    config = Sparse24Config(method="sr-ste", masked_decay=1e-4)
-    runs = [trainer(tmp_path, config=config, max_steps=4, learning_rate=1e-2) for _ in range(2)]
-    runs[0].tune_masked_decay((1e-4,), 4)
-    for run in runs:
-        run.train()
-    assert logged(runs[0]) == logged(runs[1])
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     """`zoo.VOCAB - 6` tokens."""
