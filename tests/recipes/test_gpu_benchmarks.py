@@ -9,7 +9,7 @@ import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
 
-from recipes.benchmarks import gemms, gpu, operations, sections, shapes, training
+from recipes.benchmarks import gemms, gpu, operations, sections, shapes, step_budget, training
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN that are put in on purpose
 
@@ -226,6 +226,18 @@ def test_a_training_step(tiny, tuned, times, tmp_path, monkeypatch):
     assert list(rows["four layers of Llama 8B"]["times"]) == ["dense", "t-sr-ste", "s-ste"]
     cells = "dense 1000 us | t-sr-ste 500 us (2.00, meets 1.05) | s-ste 1000 us (1.00, MISSES 1.04)"
     assert f"four layers of Llama 8B: {cells}\n" in text
+
+
+def test_a_step_is_calculated_from_measured_kernels():
+    dense, sparse = step_budget.work("dense"), step_budget.work("t-sr-ste")
+    up, down = (1282.14 + 1237.25 + 1244.67), (1250.81 + 1282.01 + 1259.33)  # us, in h100_gemms.json
+    assert dense["MLP GEMMs"] == pytest.approx((8 * up + 4 * down) / 1e3, rel=1e-3)
+    assert sparse["casts and prunes"] - dense["casts and prunes"] == pytest.approx(12 * (210.6 - 120.4) / 1e3)
+    assert sparse["MVUE"] == pytest.approx(177.4 * (8 + 4 * 4096 / 14336) / 1e3)
+    same = {"other GEMMs", "attention", "elementwise", "clipping, AdamW"}
+    assert {what for what in dense if dense[what] == sparse[what]} == same
+    gains = [step_budget.gain("t-sr-ste", micro, "compiled", True) for micro in (1, 2, 8)]
+    assert 1 < gains[0] < gains[1] < gains[2] < 1.5
 
 
 def test_the_table_of_shapes():
