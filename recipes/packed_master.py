@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from benchmarks.shapes import MODELS, Shape
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model
 from hf_sparse24.layers import packed
@@ -29,34 +29,7 @@ from hf_sparse24.version import __version__
 
 OUTPUT = Path(__file__).with_name("results") / "packed_master.json"
 KINDS = ("dense", "fixed-mask", "packed master")
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": 32000,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "tie_word_embeddings": True,
-    },
-}
+SHAPES = {"smollm2-135m": MODELS["SmolLM2-135M"], "1b": Shape(2048, 5632, 22, 32, 4), "tiny": MODELS["tiny Llama"]}
 TOKENS = (1, 64)
 """Sequences and tokens of each step."""
 NO_AIDS = "SPARSE24_NO_AIDS"
@@ -67,7 +40,7 @@ class Training:
 
     def __init__(self, shape: str, kind: str):
         torch.manual_seed(0)
-        self.model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
+        self.model = SHAPES[shape].build()
         if kind != "dense":
             master = "packed" if kind == "packed master" else "dense"
             patch_model(self.model, Sparse24Config(method="fixed-mask", target_modules="all-linear", master=master))
