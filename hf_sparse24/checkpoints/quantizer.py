@@ -193,7 +193,7 @@ def save_pretrained(
     is_distributed = is_distributed or kwargs.get("distributed_checkpoint")
     if first and run and not is_distributed and not adapters_in(model):
         state_dict = dict(model.state_dict() if state_dict is None else state_dict)
-        state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8)
+        state_dict[f"{first.rpartition('.')[0]}.{MARKER}"] = torch.ones(1, dtype=torch.uint8, device="cpu")
         # In the architecture's own format experts are split, and fused layers joined, which a method's state cannot be.
         kwargs.setdefault("save_original_format", False)
         run.record(marked=True)

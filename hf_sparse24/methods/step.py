@@ -113,9 +113,9 @@ class StepAdamW(MaskedAdamW):
             raise ValueError("masked groups differ in betas or eps; AutoSwitch decides for all of them at once")
         # As long as v remembers. The small addition makes 20 of 1 / (1 - 0.95), which float noise puts below 20.
         length = math.floor(1 / (1 - first["betas"][1]) + 1e-6)
-        window = torch.full((length,), math.inf, dtype=torch.float32)
+        window = torch.full((length,), math.inf, dtype=torch.float32, device="cpu")
         seen = {"step": 0, "switch_step": None, "rule": switch_rule, "window": window}
-        first["auto_switch"] = seen | {"statistic": torch.tensor(math.inf)}
+        first["auto_switch"] = seen | {"statistic": torch.tensor(math.inf, device="cpu")}
 
     @property
     def switched(self) -> bool:
@@ -195,7 +195,7 @@ def _mean_distance(masked: list[GroupTensors], rule: str, device: torch.device) 
     # Not `torch._foreach_*`, which would hold the distances of all weights, and takes ten times as long on a CPU.
     for gradient, variance in (pair for batch in masked for pair in zip(batch.grads, batch.exp_avg_sqs)):
         distance = torch.addcmul(variance, gradient, gradient, value=-1).abs_()
-        count = torch.tensor(distance.numel(), dtype=torch.float32)
+        count = torch.tensor(distance.numel(), dtype=torch.float32, device=distance.device)
         if rule == "geometric":
             dead = distance == 0
             distance.masked_fill_(dead, 1).log_()

@@ -57,7 +57,7 @@ def reconstruct_block(
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))
         order = torch.Generator().manual_seed(0)
         for _ in range(passes):
-            for i in torch.randperm(len(examples), generator=order).tolist():
+            for i in torch.randperm(len(examples), generator=order, device="cpu").tolist():
                 with torch.enable_grad():
                     examples[i].error().mean().backward(inputs=trained)
                 for parameter, mask in masks.items():

@@ -137,7 +137,7 @@ def _with_ones(rows: Tensor) -> Tensor:
 def _upper_product(rows: Tensor) -> Tensor:
     """Return `rows^T rows` with zeros in most of its lower triangle: 9/16 of the work."""
     product = rows.new_zeros(rows.shape[1], rows.shape[1])
-    for columns in torch.arange(rows.shape[1]).chunk(8):
+    for columns in torch.arange(rows.shape[1], device="cpu").chunk(8):
         start, end = int(columns[0]), int(columns[-1]) + 1
         torch.mm(rows[:, start:end].t(), rows[:, start:], out=product[start:end, start:])
     return product

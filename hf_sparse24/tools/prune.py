@@ -172,7 +172,7 @@ def _batch(job: PruneJob, rows: Tensor, generator: torch.Generator | None = None
     """Inputs and labels: all tokens, or those that are hidden from a masked model."""
     if job.kind != "masked":
         return {"input_ids": rows, "labels": rows.clone()}
-    hidden, mask = torch.rand(rows.shape, generator=generator) < HIDDEN, job.tokenizer.mask_token_id
+    hidden, mask = torch.rand(rows.shape, generator=generator, device="cpu") < HIDDEN, job.tokenizer.mask_token_id
     return {"input_ids": rows.masked_fill(hidden, mask), "labels": rows.masked_fill(~hidden, IGNORED)}
 
 

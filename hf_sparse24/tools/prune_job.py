@@ -203,11 +203,11 @@ def make_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, length
     end = tokenizer.eos_token or tokenizer.sep_token
     text = "".join(document + end for document in random.Random(seed).sample(documents, len(documents)))
     cut = {"truncation": True, "max_length": length, "return_overflowing_tokens": True, "verbose": False}
-    blocks = torch.empty(0, length, dtype=torch.long)
+    blocks = torch.empty(0, length, dtype=torch.long, device="cpu")
     for start in range(0, len(text), AT_ONCE):
         found = tokenizer([text[start : start + AT_ONCE]], **cut)["input_ids"]
         whole = [ids for ids in found if len(ids) == length]
-        blocks = torch.cat([blocks, torch.tensor(whole, dtype=torch.long).view(-1, length)])
+        blocks = torch.cat([blocks, torch.tensor(whole, dtype=torch.long, device="cpu").view(-1, length)])
         if len(blocks) >= most:
             break
     return blocks[:most]

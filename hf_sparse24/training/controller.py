@@ -202,7 +202,7 @@ class Sparse24Controller:
         """
         _check_state(state, self)
         self.step, self.micro_step, self.seed = state["step"], state["micro_step"], state["seed"]
-        self._masks.flips = {name: torch.tensor(count) for name, count in state["flips"].items()}
+        self._masks.flips = {name: torch.tensor(count, device="cpu") for name, count in state["flips"].items()}
         self.run.record(finished=False)
         set_phase(self.model, state["phase"] if state["finished"] else self.phase)
         self.run.record(finished=bool(state["finished"]))

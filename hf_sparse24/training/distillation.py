@@ -134,9 +134,9 @@ class Distiller:
         count: int | Tensor = tokens
         self.is_mean = number is None
         if number is not None:
-            number = torch.as_tensor(number).flatten()[0].to(logits.device)
-            # Some classes take the number, and return a mean. It is found once, where the two differ.
-            if self._is_divided is None and tokens and number != tokens:
+            number = torch.as_tensor(number, device=logits.device).flatten()[0]
+            # Some classes take the number, and return a mean. Found once, where the two differ; NaN shows nothing.
+            if self._is_divided is None and tokens and number != tokens and bool(loss.isfinite().all()):
                 mean = cross_entropy(flat.detach()[positions].float(), labels[positions])
                 self._is_divided = bool((loss * number / tokens - mean).abs() <= (loss - mean).abs())
             count = tokens if self._is_divided is False else number

@@ -152,7 +152,7 @@ class RandomStreams:
 
     def set(self, seed: int, rank: int, step: int, micro_step: int) -> None:
         values = [_mix(seed + rank * by_rank, step, micro_step, i) for i, by_rank in enumerate(self._by_rank)]
-        fresh = torch.tensor(values, dtype=torch.int64)
+        fresh = torch.tensor(values, dtype=torch.int64, device="cpu")
         for keys in self._keys.values():
             # Of pinned memory: otherwise the host would wait for all that the GPU has been given.
             keys.copy_(fresh.pin_memory() if keys.is_cuda else fresh, non_blocking=True)

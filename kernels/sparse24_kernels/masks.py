@@ -94,7 +94,7 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     check_tensors("count_flips", before=before, after=after)
     if len(before) != len(after):
         raise ValueError(f"count_flips needs as many masks before as after, got {len(before)} and {len(after)}")
-    bits_set, counts = torch.tensor([byte.bit_count() for byte in range(256)]), []
+    bits_set, counts = torch.tensor([byte.bit_count() for byte in range(256)], device="cpu"), []
     for old, new in zip(before, after):
         fits = (old.shape, old.dtype) == (new.shape, new.dtype) and old.dtype in (torch.bool, torch.uint8)
         if not fits or not old.dim():
@@ -104,7 +104,7 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
         different = old ^ new
         flips = different if different.dtype == torch.bool else bits_set.to(old.device)[different.long()]
         counts.append(flips.sum().to(before[0].device))
-    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
+    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("sparse24::nm_mask", mutates_args=())

@@ -310,6 +310,20 @@ def test_any_trainer_and_any_loop_learn_from_a_teacher_as_ours_does(tmp_path):
     torch.testing.assert_close(looped(**inputs).loss, terms["cross_entropy"] / counted(inputs, "llama"))
 
 
+@pytest.mark.parametrize("name", ["llama", "deberta-v2"])
+def test_a_loss_that_is_no_number_leaves_later_ones_as_they_are(tmp_path, name):
+    """A first micro-batch of fp16 may overflow."""
+    losses = []
+    for spoilt in (False, True):
+        run = trainer(tmp_path, zoo.build(name), zoo.build(name, seed=1), GIVEN)
+        if spoilt:
+            handle = run.model.register_forward_hook(lambda *_: _[2] | {"loss": _[2]["loss"] * torch.nan}, prepend=True)
+            assert run.compute_loss(run.model, batch(3), num_items_in_batch=torch.tensor(20.0)).isnan()
+            handle.remove()
+        losses.append(run.compute_loss(run.model, batch(3), num_items_in_batch=torch.tensor(20.0)))
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_steps_without_labels_leave_finite_weights(tmp_path, accumulated):
     """Such as rows that were cut inside their prompts."""
