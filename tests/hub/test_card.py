@@ -137,16 +137,6 @@ def test_results_stand_beside_the_dense_control():
     assert "## Results" not in make_model_card(model).text
 
 
-def test_each_metric_of_either_model_is_in_the_table():
-    control = {"eval_loss": 3.0, "eval_accuracy": 0.5}
-    alone = make_model_card(patched(), dense_control=control).text
-    assert "| loss |  | 3 |  |" in alone and "| accuracy |  | 0.5 |  |" in alone
-    both = {"log_history": EVALUATED, "dense_control": control, "control_name": "dense model, before pruning"}
-    text = make_model_card(patched(), **both).text
-    assert "| loss | 3.25 | 3 | +0.25 |" in text and "| accuracy |  | 0.5 |  |" in text
-    assert "| dense model, before pruning |" in text and "dense control" not in text
-
-
 def test_wrong_arguments_are_named():
     model = patched()
     with pytest.raises(ValueError, match="format='zip': must be one of"):
@@ -209,22 +199,6 @@ def test_the_picture_is_there_where_matplotlib_is(tmp_path, monkeypatch, caplog,
         (tmp_path / "again").mkdir()
         again = picture.write_picture(tmp_path / "again", HISTORY + EVALUATED)
         assert again.read_bytes() == (tmp_path / "training.png").read_bytes()
-
-
-@pytest.mark.skipif(not picture.is_available(), reason="Matplotlib is not installed")
-def test_the_panels_of_the_picture(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(picture, "_draw", lambda panels, _: drawn.append(panels))
-    nan = [{"step": 101, "loss": float("nan"), "kept_magnitude": 0.7}, {"step": 102, "kept_magnitude": 0.7, "loss": 1}]
-    for history in (HISTORY + EVALUATED + nan, HISTORY[:1]):
-        picture.write_picture(tmp_path, history)
-    (panels,) = drawn
-    assert {title: [line.name for line in lines] for title, lines in panels.items()} == {
-        "loss": ["training", "evaluation"],
-        "flip rate": ["training"],
-        "kept magnitude": ["training"],
-    }
-    assert panels["kept magnitude"][0].points == [(101, 0.7), (102, 0.7)] and panels["loss"][1].is_evaluation
 
 
 def test_cells_do_not_end_early():
