@@ -26,11 +26,11 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Modu
         # An encoder-decoder makes its decoder's input of the labels.
         reads_labels = has_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}
         left_out = {"return_loss"} if reads_labels else {"return_loss", "labels"}
-        inputs = {name: value for name, value in inputs.items() if name not in left_out}
+        inputs = {name: value for name, value in inputs.items() if name not in left_out and value is not None}
         ids = inputs.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() < 2:  # such as the rows of a tensor
             raise ValueError(f"batch {index} of data: input_ids are {list(ids.shape)}, must be [sequences, tokens]")
-        if all(isinstance(value, Tensor) for value in inputs.values()):
+        if all(isinstance(value, Tensor | int | float | str) for value in inputs.values()):
             _check_takes(model, inputs)
             _check_padding(index, inputs)
             return inputs

@@ -100,8 +100,10 @@ def fingerprint(model: nn.Module, batches: list[ModelInputs], settings: dict[str
     device = next(model.parameters()).device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     config = model.config.to_diff_dict() if isinstance(model, PreTrainedModel) else None
-    facts = json.dumps([settings, str(autocast), type(model).__qualname__, config], sort_keys=True, default=str)
-    return _hash(model.state_dict(), *batches, facts=facts)
+    tensors = [{name: x for name, x in batch.items() if isinstance(x, Tensor)} for batch in batches]
+    others = [{name: x for name, x in batch.items() if not isinstance(x, Tensor)} for batch in batches]
+    facts = [settings, str(autocast), type(model).__qualname__, config, *filter(None, others)]
+    return _hash(model.state_dict(), *tensors, facts=json.dumps(facts, sort_keys=True, default=str))
 
 
 def _hash(*groups: Mapping[str, Tensor], facts: str = "") -> str:

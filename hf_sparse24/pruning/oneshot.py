@@ -58,9 +58,9 @@ def oneshot(
 
     Args:
         model: not patched yet, on the device it runs on. Its mode (train or eval) is kept.
-        data: batches as the model takes them, dicts of tensors or `input_ids` alone, of any lengths; read once and
-            kept. Tokens that a 2-D `attention_mask` marks as padding do not count. Labels are ignored, unless an
-            encoder-decoder makes its `decoder_input_ids` of them.
+        data: batches as the model takes them, dicts of tensors (and numbers, bools, strings; None is left out) or
+            `input_ids` alone, of any lengths; read once and kept. Tokens that a 2-D `attention_mask` marks as padding
+            do not count. Labels are ignored, unless an encoder-decoder makes its `decoder_input_ids` of them.
         config: of a method that takes masks from elsewhere; None for the default settings of `"fixed-mask"`. Selects
             the layers as in `patch_model`.
         criterion: which N weights of every group of M inputs stay: `"magnitude"` (an N:M sparse model stays as it is),

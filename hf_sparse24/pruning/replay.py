@@ -14,14 +14,14 @@ import itertools
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-ModelInputs = dict[str, Tensor]
-"""One batch of calibration data: keyword arguments of the model."""
+ModelInputs = dict[str, Any]
+"""One batch of calibration data: keyword arguments of the model, tensors, numbers, bools or strings."""
 
 
 class Effect(NamedTuple):
@@ -198,9 +198,9 @@ class Replay:
             return effect.output
 
         self._on_call = on_call
-        device = next(self.model.parameters()).device
+        inputs = tree_map_only(Tensor, lambda x: x.to(next(self.model.parameters()).device), inputs)
         with suppress(_PassDone):
-            self.model(**{name: value.to(device) for name, value in inputs.items()})
+            self.model(**inputs)
 
 
 class _PassDone(Exception):

@@ -9,7 +9,7 @@ import zoo
 from datasets import Dataset
 from oneshot_models import LAYERWISE, OneLayer, assert_untouched, batches, correlated, fixed_mask
 from sparse24_kernels import nm_mask, pack_bits
-from sparse_models import logits, snapshot
+from sparse_models import assert_same_state, logits, snapshot
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -340,3 +340,17 @@ def test_errors_of_masks_alone_are_measured_on_a_sample(criterion, monkeypatch):
     assert report.error == pytest.approx(error.item(), rel=0.15) and report.masked_error == pytest.approx(report.error)
     if criterion == "wanda":
         assert torch.equal(mask_of(layer), kernels.nm_mask(weight.abs() * x.square().sum(0).sqrt()))
+
+
+def test_batches_may_hold_what_else_the_model_takes(tmp_path):
+    """What is no tensor reaches the model, and decides which finished blocks are of the same call; None is left out."""
+    given = {"use_cache": False, "return_dict": True, "attention_mask": None, "logits_to_keep": 2}
+    models, seen = [zoo.build("llama").eval() for _ in range(2)], []
+    models[1].register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    for model, others in zip(models, ({}, given)):
+        data = [batch | others for batch in batches()]
+        oneshot(model, data, fixed_mask(), passes=1, resume_dir=tmp_path / str(len(others)))
+    assert_same_state(*models)
+    assert all(kwargs["logits_to_keep"] == 2 and "attention_mask" not in kwargs for kwargs in seen) and seen
+    with pytest.raises(ValueError, match="blocks of another model, or of other data"):
+        oneshot(zoo.build("llama").eval(), batches(), fixed_mask(), passes=1, resume_dir=tmp_path / "4")
