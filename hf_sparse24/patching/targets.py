@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple, cast
 
+import torch
 from sparse24_kernels import Pattern
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -11,6 +12,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
+from ..layers.sparse_module import PackedModule
 from ..module_names import TARGET_GROUPS, ModuleNames, ends_with
 from ..run import SparseRun
 from ..weights.input_dim import find_input_dim
@@ -34,6 +36,9 @@ _FEED_FORWARD = re.compile(
 )
 # Layers that pick experts or tokens: a wrong pick costs more than their few weights save.
 _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
+
+
+_NO_WEIGHT = torch.empty(0, device="meta")
 
 
 class Place(NamedTuple):
@@ -75,7 +80,8 @@ class Candidate(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        return cast(Tensor, self.module._parameters[self.parameter])
+        """The Parameter; an empty tensor where the module makes its weight of other tensors, and is skipped."""
+        return cast(Tensor, self.module._parameters.get(self.parameter, _NO_WEIGHT))
 
     @property
     def is_stack(self) -> bool:
@@ -101,7 +107,7 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
 
     def rule_against(place: Place) -> str | None:
         module = place.path[-1][1]
-        if module is head or id(module._parameters[place.parameter]) in heads:
+        if module is head or id(module._parameters.get(place.parameter)) in heads:
             return "output embedding"
         if place.block is None:
             return "outside the repeated blocks (nn.ModuleList): a head, a pooler or an embedding projection"
@@ -143,7 +149,7 @@ def _find_places(model: nn.Module) -> dict[str, Place]:
     for name, module in model.named_modules():
         found = {key: weight for key, weight in module._parameters.items() if weight is not None}
         if isinstance(module, nn.Linear | Conv1D):
-            parameters = ["weight"] if "weight" in found else []  # which a parametrized layer (weight_norm) lacks
+            parameters = [] if isinstance(module, PackedModule) else ["weight"]
         elif "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]:
             parameters = [key for key, weight in found.items() if weight.dim() == 3]
         else:

@@ -54,6 +54,9 @@ def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, me
     (name, module), parent = path[-1], path[-2 if len(path) > 1 else -1][1]  # a model may be one layer
     if isinstance(module, SparseModule) and parameter in module.sparse24:
         return None
+    if parameter not in module._parameters:
+        way = "make it a Parameter again first, by remove_parametrizations, remove_weight_norm or prune.remove"
+        return f"its {parameter} is made of other tensors, as by torch.nn.utils.parametrizations: {way}"
     weight = cast(Tensor, module._parameters[parameter])
     is_stack = weight.dim() == 3
     class_name, parent_name = type(module).__name__, type(parent).__name__

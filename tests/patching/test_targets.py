@@ -9,9 +9,10 @@ import torch
 import zoo
 from sparse_models import logits
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_sparse24 import Sparse24Config, export_model, module_names, oneshot, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, export_model, module_names, oneshot, patch_model, sparse_weights, unpatch_model
 
 UP = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
 
@@ -178,3 +179,16 @@ def test_a_weight_that_layers_share_has_one_pattern():
     with pytest.raises(ValueError, match="1 shares its weight with a layer that has another pattern"):
         patch_model(model, Sparse24Config(method="ste", target_modules=["0", "1"], layer_patterns={"0": "1:4"}))
     patch_model(model, Sparse24Config(method="ste", target_modules=["0", "1"], layer_patterns={"0": "2:4"}))
+
+
+@pytest.mark.parametrize("how", [prune.identity, parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_weight_that_is_made_of_others_is_skipped_with_its_reason(how):
+    """Every linear layer is patched or skipped; where all that is named is skipped so, nothing is patched."""
+    model = zoo.build("llama")
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    how(model.model.layers[1].mlp.up_proj, "weight")
+    report = patch_model(model)
+    assert sorted([*report.patched, *report.skipped]) == sorted(layers)
+    assert "made of other tensors" in report.skipped["model.layers.1.mlp.up_proj"] and len(report.patched) == 5
+    with pytest.raises(ValueError, match=r"nothing to patch: .*made of other tensors"):
+        patch_model(unpatch_model(model), Sparse24Config(target_modules=["1.mlp.up_proj"]))
