@@ -55,33 +55,42 @@ def random_ids(config: Any, *shape: int) -> Tensor:
 
 
 def training_step(
-    model: Any, batch: tuple[int, int], method: str, compiled: bool = False, **config: Any
+    model: Any, batch: tuple[int, int], method: str, compiled: bool = False, micro: int = 1, **config: Any
 ) -> Callable[[], Tensor]:
-    """A step of a model's training, which it is patched for unless the method is "dense"; it returns the loss.
+    """A step of a model's training by so many micro-batches; it returns the last loss.
 
-    On a GPU as the Trainer does it: under autocast to bf16, with clipped gradients and a fused optimizer.
+    The model is patched unless the method is "dense" or "lora". On a GPU a step is the Trainer's: under autocast to
+    bf16, with clipped gradients and a fused optimizer.
     """
     from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_run
     from hf_sparse24.methods import step_param_groups
 
     model.train()
     on_gpu = model.device.type == "cuda"
-    if method != "dense":
+    if method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model.bfloat16(), LoraConfig(r=16, target_modules="all-linear"))
+    elif method != "dense":
         # STEP switched after its first step: what it costs while it is sparse.
         settings = {"switch_after": 1, "switch_by": 1} if method == "step" else {}
         patch_model(model, Sparse24Config(method=method, **settings, **config))
     run = sparse_run(model)
     special = run and run.method.make_optimizer(step_param_groups(model), total_steps=100_000, lr=1e-4)
-    optimizer = special or torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
+    optimizer = special or torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4, fused=on_gpu)
+    controller = None
     if run:
-        Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=1000 if on_gpu else 10)
+        controller = Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=1000 if on_gpu else 10)
     ids = random_ids(model.config, *batch).to(model.device)
     forward = torch.compile(model) if compiled else model
 
     def step() -> Tensor:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
-            loss = forward(ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        for number in range(micro):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+                loss = forward(ids, labels=ids, use_cache=False).loss / micro
+            loss.backward()
+            if controller and number + 1 < micro:
+                controller.after_micro_step()
         if on_gpu:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

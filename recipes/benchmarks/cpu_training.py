@@ -51,22 +51,29 @@ def gemm(tokens: int, out: int, inputs: int, name: str) -> Ways:
     return {"dense": lambda: grad.t() @ x, "sparse": lambda: cpu_kernels.mm(cpu_kernels.compress(grad.t()), x)}
 
 
-def layer(tokens: int, out: int, inputs: int) -> Ways:
-    """Forward and backward; weights are pruned in each, as after an optimizer step."""
-    x, grad = torch.randn(tokens, inputs, requires_grad=True), torch.randn(tokens, out)
+def layer(
+    tokens: int, out: int, inputs: int, methods: tuple[str, ...] = SPARSE, backend: str = "cpu", device: Any = "cpu"
+) -> Ways:
+    """Forward and backward; weights are pruned in each, as after an optimizer step. On a GPU under autocast to bf16."""
+    device, on_gpu = torch.device(device), torch.device(device).type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    x = torch.randn(tokens, inputs, device=device, dtype=dtype, requires_grad=True)
+    grad = torch.randn(tokens, out, device=device, dtype=dtype)
 
     def step(model: nn.Module) -> None:
         for weight in sparse_weights(model).values():
             weight.clear_encodings()
-        model(x).backward(grad)
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            y = model(x)
+        y.backward(grad)
         model.zero_grad()
         x.grad = None
 
     ways: Ways = {}
-    for method in ("dense", *SPARSE):
-        model = nn.Sequential(nn.Linear(inputs, out, bias=False))
+    for method in ("dense", *methods):
+        model = nn.Sequential(nn.Linear(inputs, out, bias=False, device=device))
         if method != "dense":
-            patch_model(model, Sparse24Config(method=method, target_modules=["0"], backend="cpu"))
+            patch_model(model, Sparse24Config(method=method, target_modules=["0"], backend=backend))
         ways[method] = partial(step, model)
     return ways
 

@@ -56,6 +56,12 @@ def mlp(model: str, tokens: int) -> list[Layer]:
     return [Layer(f"{model} {name}", *size, tokens) for name, size in MODELS[model].mlp().items()]
 
 
+def linear_layers(model: str, tokens: int) -> list[Layer]:
+    return mlp(model, tokens) + [
+        Layer(f"{model} {name}", *size, tokens) for name, size in MODELS[model].attention().items()
+    ]
+
+
 def layers() -> list[Layer]:
     """Everything that is timed, what matters most first: time may run out."""
     found = []

@@ -1,11 +1,11 @@
-"""`make gpu`: kernels, GEMMs and a training step timed on a GPU within a given time. Needs PyTorch and Triton.
+"""`make gpu`: kernels, GEMMs and training timed on a GPU within a given time. Needs PyTorch and Triton.
 
     python recipes/benchmarks/gpu.py [--minutes 40] [--sections NAMES] [--output DIR] [--only TEXT] [--list]
 
-Check first that results are right: `make gpu-test`. `--sections` takes any of kernels, gemms, training; the last one
-needs Transformers. Sections share the time evenly; what one leaves is for the next. The result is
-DIR/gpu_<device>_<date>.json, complete after every row, and a .log with tracebacks. To go on in another run on a fresh
-machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (compiled kernels).
+Check first that results are right: `make gpu-test`. `--sections` takes any of training, layer, memory, gemms,
+8-bit, kernels; the first three need Transformers, memory needs PEFT. Sections share the time evenly; what one leaves is
+for the next. The result is DIR/gpu_<device>_<date>.json, complete after every row, and a .log with tracebacks. To go on
+in another run on a fresh machine, keep the folders of $SPARSE24_CACHE (tuned GEMMs) and $TRITON_CACHE_DIR (kernels).
 """
 
 import argparse
@@ -30,12 +30,20 @@ if __name__ == "__main__":
 import torch
 from sparse24_kernels.dispatch import KERNEL_DTYPES, choose_kernels
 
-from recipes.benchmarks import gemms, operations, training
+from recipes.benchmarks import eight_bit, gemms, operations, training
 from recipes.benchmarks.machines import Cuda
 from recipes.benchmarks.sections import Run, Section, clean, write
 
 SECTIONS: dict[str, Section] = {
-    section.group: section for section in (operations.Operations(), gemms.Gemms(), training.Steps())
+    section.group: section
+    for section in (
+        training.Steps(),
+        training.OneLayer(),
+        training.Memory(),
+        gemms.Gemms(),
+        eight_bit.EightBit(),
+        operations.Operations(),
+    )
 }
 
 
@@ -47,7 +55,7 @@ def chosen(names: str) -> list[Section]:
 
 def main(arguments: list[str], machine: Any = None) -> int:
     """Run the command line and return the exit code. Tests pass a machine."""
-    parser = argparse.ArgumentParser(description="Time kernels, GEMMs and a training step on a GPU.")
+    parser = argparse.ArgumentParser(description="Time kernels, GEMMs and training on a GPU.")
     parser.add_argument("--minutes", type=float, default=40, help="time for everything after the kernels' first check")
     parser.add_argument("--sections", type=chosen, default=",".join(SECTIONS), help="any of " + ",".join(SECTIONS))
     parser.add_argument("--output", type=Path, default=ROOT / "recipes/results/gpu", help="folder of the results")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from sparse24_kernels.gemm import cusparselt
 from sparse24_kernels.gemm.measure import capture, elapsed
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from .timing import Call, Sampler
 
@@ -49,6 +51,21 @@ class Cuda:
     def eager(self, calls: Sequence[Call]) -> Sampler:
         """A sampler of calls as users make them, Python and launches included."""
         return lambda: elapsed(lambda: [call() for call in calls]) / 1e6 / len(calls)
+
+    def kernels(self, call: Call) -> dict[str, tuple[int, float]]:
+        """By name, how often a call starts a kernel, and its microseconds together; the longest first, 40 of them."""
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize()
+        found = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+        found.sort(key=lambda event: -event.self_device_time_total)
+        return {event.key: (event.count, round(event.self_device_time_total)) for event in found[:40]}
+
+    def peak(self, call: Call) -> int:
+        """The most bytes that were allocated during a call."""
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated()
 
     def forget(self) -> None:
         """Give freed memory back, that of dead graphs included."""

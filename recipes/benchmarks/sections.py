@@ -83,12 +83,13 @@ class Run:
         self,
         makers: Mapping[str, Maker],
         prepare: Callable[[Sequence[Call]], Sampler] | None = None,
+        rounds: int = 9,
     ) -> Row:
         """The row of several ways to do the same work: the time or the error of each, and its ratio to the first."""
         prepare = prepare or self.machine.prepare
         times: dict[str, Row] = {}
         prepared = {name: lambda make=make: prepare(make()) for name, make in makers.items()}
-        found = take_turns(self.made(prepared, "compare", times), 9)
+        found = take_turns(self.made(prepared, "compare", times), rounds)
         times |= {name: spread(seconds) for name, seconds in found.items()}
         base = next(iter(makers))
         ratios = {f"{name} over {base}": over(found[base], found[name]) for name in found if name != base in found}
@@ -123,6 +124,7 @@ class Section:
         entries = [entry for entry in self.entries() if run.options.only in str(entry)]
         rows: dict[str, Row] = {str(entry): {"error": NOT_RUN} for entry in entries}
         run.result["sections"][self.name] = {"note": self.note, "rows": rows}
+        write(run.path, run.result)
         for entry in entries:
             if run.left() >= NEEDED:
                 try:
@@ -130,8 +132,8 @@ class Section:
                     rows[str(entry)] = self.measure(run, entry) | {"goals": self.goals(entry)}
                 except Exception as error:  # no memory for the operands, say
                     rows[str(entry)] = {"error": run.note(error, f"{self.name}: {entry}")}
+                write(run.path, run.result)
                 run.machine.forget()
-            write(run.path, run.result)
             print(line(str(entry), rows[str(entry)]), flush=True)
 
 
@@ -156,6 +158,10 @@ def line(entry: str, row: Row) -> str:
             wanted = row.get("goals", {}).get(way)
             verdict = "" if wanted is None else f", {'meets' if ratios[0] >= wanted else 'MISSES'} {wanted:g}"
             cell += f" ({ratios[0]:.2f}{verdict})"
+        if f"{way}: sparse GEMMs" in row["facts"]:
+            cell += f" {row['facts'][f'{way}: sparse GEMMs']} sparse GEMMs"
+        if f"{way}: peak GB" in row["facts"]:
+            cell += f" {row['facts'][f'{way}: peak GB']:.1f} GB"
         cells.append(cell)
     return f"{entry}: {' | '.join(cells)}"
 

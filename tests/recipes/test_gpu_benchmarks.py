@@ -9,7 +9,8 @@ import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import autotune
 
-from recipes.benchmarks import gemms, gpu, operations, sections, shapes, step_budget, training
+from recipes.benchmarks import eight_bit, gemms, gpu, operations, sections, shapes, step_budget, training
+from recipes.benchmarks.builds import training_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN that are put in on purpose
 
@@ -33,6 +34,14 @@ class FakeMachine:
 
     eager = prepare
 
+    def kernels(self, call):
+        call()
+        return {"sm90_xmma_sparse_gemm_bf16": (36, 500.0), "copy": (2, 250.0)}
+
+    def peak(self, call):
+        call()
+        return 3_000_000_000
+
     def forget(self):
         pass
 
@@ -44,7 +53,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(operations, "workloads", lambda: iter(small))
     monkeypatch.setattr(gemms, "layers", lambda: LAYERS)
     monkeypatch.setitem(shapes.MODELS, "four layers of Llama 8B", shapes.Shape(32, 48, 1, 2, 1, 64))
-    monkeypatch.setattr(training, "BATCH", (2, 16))
+    monkeypatch.setattr(training, "BATCHES", {"Llama": (2, 16)})
     return small
 
 
@@ -216,16 +225,65 @@ def test_a_wrong_algorithm_is_not_timed_and_the_others_are(tiny, tuned, times, t
     assert f"{LAYERS[0]}: output: dense 1000 us | sparse AssertionError" in text
 
 
-def test_a_training_step(tiny, tuned, times, tmp_path, monkeypatch):
+def test_training_steps(tiny, tuned, times, tmp_path, monkeypatch):
     """On the CPU it is in fp32, where `auto` takes no library: that each method trains, and the report."""
     times |= {"t-sr-ste": 500.0}
-    monkeypatch.setattr(torch, "compile", lambda model: model)  # of which other tests have enough
-    code, result, text = run(tmp_path, "training", "--only", "Llama 8B")
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    code, result, text = run(tmp_path, "training", "--only", "Llama 8B, all")
     rows = result["sections"]["training step"]["rows"]
-    assert code == 0 and len(tuned) == 6 and len(rows) == 2
-    assert list(rows["four layers of Llama 8B"]["times"]) == ["dense", "t-sr-ste", "s-ste"]
-    cells = "dense 1000 us | t-sr-ste 500 us (2.00, meets 1.05) | s-ste 1000 us (1.00, MISSES 1.04)"
-    assert f"four layers of Llama 8B: {cells}\n" in text
+    assert code == 0 and len(tuned) == 12 and len(rows) == 4 and len(compiled) == 2 * 3
+    row = rows["four layers of Llama 8B, all-linear, 8 x, compiled"]
+    assert list(row["times"]) == ["dense", "t-sr-ste", "s-ste"] and row["facts"]["s-ste: GPU busy, ms"] == 0.75
+    assert row["facts"]["dense: kernels"] == {"sm90_xmma_sparse_gemm_bf16": [36, 500.0], "copy": [2, 250.0]}
+    cells = "dense 1000 us 36 sparse GEMMs | t-sr-ste 500 us (2.00, meets 1.2) 36 sparse GEMMs"
+    assert f"8 x, compiled: {cells} | s-ste 1000 us (1.00, MISSES 1.1) 36 sparse GEMMs\n" in text
+
+
+def test_two_micro_batches_of_the_same_sequences_are_one_step():
+    losses = []
+    for micro in (1, 2):
+        torch.manual_seed(0)
+        step = training_step(shapes.MODELS["tiny Llama"].build(), (2, 16), "t-sr-ste", micro=micro, backend="dense")
+        losses.append([micro * step().item() for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[0][2] < losses[0][0]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+def test_one_layer_and_memory(tiny, tuned, times, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "mlp", lambda *_: LAYERS[:1])
+    monkeypatch.setitem(shapes.MODELS, "Llama 1B", shapes.MODELS["four layers of Llama 8B"])
+    result, text = run(tmp_path, "layer,memory")[1:]
+    (layer,) = result["sections"]["one layer"]["rows"].values()
+    assert list(layer["times"]) == ["dense", "t-sr-ste", "s-ste"] and "error" not in str(layer)
+    ways = "dense 1000 us 3.0 GB | LoRA 1000 us 3.0 GB | fixed-mask 1000 us 3.0 GB | fixed-mask, packed 1000 us 3.0 GB"
+    assert f"Llama 1B: {ways}\n" in text
+
+
+def test_gemms_of_eight_bits(tmp_path, monkeypatch):
+    def matmul(weight, x, transpose_result, alg_id, out_dtype=torch.bfloat16):
+        return (weight.float() @ x.float()).t().to(out_dtype) * (1 + (alg_id == 5))
+
+    monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", matmul)
+    monkeypatch.setattr(eight_bit, "SHAPES", ((32, 64),))
+    monkeypatch.setattr(eight_bit, "TOKENS", (32,))
+    rows = run(tmp_path, "8-bit")[1]["sections"]["8-bit GEMMs"]["rows"]
+    assert [len(row["times"]) for row in rows.values()] == [11, 11, 6]
+    assert "from fp32" in rows["int8 32x64, 32 tokens"]["times"]["sparse, id 5"]["error"]
+    assert rows["int8 32x64, 32 tokens"]["facts"]["sparse, id 17 over dense"] == [1, 1, 1]
+
+
+def test_a_run_that_is_killed_leaves_what_it_has_measured(tiny, tmp_path):
+    class Killed(FakeMachine):
+        def forget(self):
+            raise SystemExit  # after the first row was measured
+
+    with pytest.raises(SystemExit):
+        run(tmp_path, "kernels", machine=Killed())
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())["sections"]["kernels"]["rows"].values()
+    assert ["times" in row for row in rows] == [True] + [False] * (len(rows) - 1)
 
 
 def test_a_step_is_calculated_from_measured_kernels():
