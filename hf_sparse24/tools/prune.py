@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -68,9 +69,16 @@ def prune(options: argparse.Namespace) -> int:
     job = PruneJob(options)
     print(job, flush=True)
     dense = _load(job, options.model, torch.bfloat16)  # of fp32, a teacher would be cast at every step
-    _claim(job)
-    with locked_directory(job.work, f"another process works in {job.work}: wait for it, or name another output"):
-        return _run(job, dense)
+    job.work.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked_directory(job.work, f"another process works in {job.work}: wait for it, or name another output"):
+            _claim(job)
+            return _run(job, dense)
+    except (SafetensorError, RuntimeError) as error:
+        if not re.search(r"No space left|StorageFull|inline_container", str(error)):  # the last is torch.save's
+            raise
+        way = "make room, and give the same command again"
+        raise OSError(f"{job.work} or {options.output}: no space is left on the device ({error}); {way}") from error
 
 
 def _run(job: PruneJob, dense: PreTrainedModel) -> int:
@@ -116,7 +124,7 @@ def _load(job: PruneJob, source: str | Path, dtype: torch.dtype | str) -> Any:
 
 
 def _claim(job: PruneJob) -> None:
-    """Make the folder of what is finished. ValueError: it is of another run."""
+    """Say in the folder of what is finished whose it is. ValueError: it is of another run."""
     settings = {"model": _hash_of_files(job), "text": job.text, "device": job.device}
     settings |= {name: getattr(job.options, name) for name in ("pattern", "seed")} | job.tokens
     file = job.work / "run.json"
@@ -127,7 +135,7 @@ def _claim(job: PruneJob) -> None:
             way = "give the same arguments, or delete it"
             raise ValueError(f"{job.work} is of a run that differs in {', '.join(others)}: {way}")
         print(f"going on from {job.work}", flush=True)
-    elif job.work.exists() and any(job.work.iterdir()):
+    elif any(job.work.iterdir()):
         raise ValueError(f"{job.work} is in the way, and is of no run of this command: name another output")
     write_json(file, settings)
 

@@ -252,6 +252,19 @@ def test_two_processes_do_not_work_in_one_folder(models, text, tmp_path, capsys)
     assert "another process works in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("said", ["unexpected pos 64 (inline_container.cc:672)", "I/O error: No space left on device"])
+def test_a_full_disk_is_one_line(said, models, text, tmp_path, capsys, monkeypatch):
+    """torch.save and safetensors say it in other errors than Python."""
+
+    def full(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(module, "_run", full)
+    assert main(arguments(models / "llama", text, tmp_path / "out")) == 2
+    printed = capsys.readouterr().err
+    assert "out-work" in printed and "no space" in printed and printed.count("\n") == 1
+
+
 FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
