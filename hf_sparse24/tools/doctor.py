@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from sparse24_kernels import Pattern, dispatch, first_use
 from sparse24_kernels.dispatch import choose_kernels
-from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_packed
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, direct, linear_problem, plan_packed
 from sparse24_kernels.gemm.planning import choose_backend
 from torch import nn
 
@@ -48,6 +48,12 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
             rows.append((what, plan.backend.name, plan.reason))
         except RuntimeError as error:  # a cuSPARSELt that cannot compress
             rows.append((what, "none", str(error)))
+    if cusparselt.unsupported_device(device) is None:
+        reason = cusparselt.not_direct(device)
+        by_torch = f"which makes a plan in every call: {reason}"
+        rows.append(
+            ("  calls of cuSPARSELt", *(("torch", by_torch) if reason else ("direct", "with plans that are kept")))
+        )
     is_slow = cusparselt.version() == 800  # of CUDA 13 builds of torch up to 2.11, on Ada and Hopper
     if is_slow and device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 9), (9, 0)):
         rows.append(("", "warning", "cuSPARSELt 0.8.0 is slow on this GPU: 0.8.1 fixed that"))
@@ -70,6 +76,8 @@ def checks(device: torch.device, again: bool = False) -> list[Checked]:
         running = [each for each in dispatch.IMPLEMENTATIONS if not each.unsupported(device, dtype)]
         subjects += [dispatch.subject(each, device, dtype) for each in running]
         if not (cusparselt.unsupported_device(device) or cusparselt.unsupported_matrix(128, 128, dtype)):
+            is_loaded = not isinstance(direct.load(), str)
+            subjects += [cusparselt.direct_subject(device, dtype)] if is_loaded else []
             subjects.append(autotune.subject(device, dtype))
     if again:
         found = first_use.check_in_child(subjects)

@@ -197,12 +197,3 @@ def test_one_token_and_operands_at_odd_addresses(stand_in):  # noqa: F811
     x, bias = storage[1:].view(16, 48), torch.randn(64).bfloat16()[::2]
     result = kernels.sparse_linear(x, compressed, bias, plan=plan)
     torch.testing.assert_close(result, F.linear(x, matrix, bias))
-
-
-def test_one_gpu_a_process(monkeypatch):
-    """torch's handle of the library is of the GPU that it ran on first."""
-    monkeypatch.setattr(cusparselt, "_unsupported_device", lambda device: None)
-    monkeypatch.setattr(cusparselt, "_first_gpu", [1])
-    first, second = torch.device("cuda", 1), torch.device("cuda", 0)
-    assert cusparselt.unsupported_device(first) is None
-    assert cusparselt.unsupported_device(second) == "cuSPARSELt runs on one GPU in a process, here on cuda:1"

@@ -76,12 +76,13 @@ _log = logging.getLogger(__name__)
 
 def current_environment(device: torch.device) -> str:
     """All that measurements depend on besides the problem: the GPU and its capability, or the CPU, its threads and the
-    path of our kernels; the versions of cuSPARSELt (0.8.1 is "801") and torch, or the file of our kernels."""
+    path of our kernels; the versions of cuSPARSELt (0.8.1 is "801") and torch, and who calls it, or the file of our
+    kernels."""
     library = str(cusparselt.version())
     facts = [device.type, library]
     if device.type == "cuda":
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-        facts = [torch.cuda.get_device_name(device), capability, library]
+        facts = [torch.cuda.get_device_name(device), capability, library, cusparselt.way(device)]
     elif uses_cpu_kernels(device) and cpu_kernels.unsupported_device(device) is None:
         threads = f"threads: {torch.get_num_threads()}"
         facts = [first_use.device_name(device), threads, loaded().path, loaded().file.name]
@@ -159,8 +160,8 @@ def wrong_default(device: torch.device, dtype: torch.dtype, transposed: bool) ->
 
 def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
     """cuSPARSELt's two GEMMs, to be compared with dense math."""
-    check = partial(check_default, device, dtype)
-    return first_use.Subject("cusparselt", ("linear", "mm"), device, dtype, check, str(cusparselt.version()))
+    check, made_of = partial(check_default, device, dtype), f"{cusparselt.version()}, {cusparselt.way(device)}"
+    return first_use.Subject("cusparselt", ("linear", "mm"), device, dtype, check, made_of)
 
 
 def tune(

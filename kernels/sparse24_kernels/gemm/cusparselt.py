@@ -1,19 +1,26 @@
-"""torch's two cuSPARSELt operators, which run on Nvidia's sparse tensor cores. The only module that calls them.
+"""cuSPARSELt, which runs on Nvidia's sparse tensor cores: called directly (`direct.py`), or by torch's two operators.
 
-torch's operators leave some work to the caller, which is done here:
+Both leave some work to the caller, which is done here:
 
 * A dense operand that is not contiguous is *taken* for the transpose of one that is, whatever its strides.
 * m and k are multiples of 128, of which the library stores a compressed matrix without padding; n is padded to a
   multiple of 16.
-* Neither operator checks that the device can run it, and some algorithm ids return wrong numbers: see `measure.py`.
-* Each thread has one handle of the library, of the GPU that it ran on first (pytorch PR 189048 has one for each GPU): a
-  process uses one GPU.
+* Neither checks that the device can run it, and some algorithm ids return wrong numbers: see `measure.py`.
+* torch's operators have one handle of the library for a thread, of the GPU that it ran on first (pytorch PR 189048 has
+  one for each GPU): a process that calls them uses one GPU.
 """
 
-from functools import cache
+import logging
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
+
+from .. import first_use
+from . import direct
+from .direct_check import OPERATORS as DIRECT
+from .direct_check import first_difference as check_direct
 
 MULTIPLE = 128
 """m and k must be multiples of this. The library takes those of 16, too, and pads some; none was measured to win."""
@@ -23,13 +30,15 @@ TOKENS_MULTIPLE = 16
 
 DTYPES = (torch.bfloat16, torch.float16)
 
+_log = logging.getLogger(__name__)
+
 
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
 def unsupported_device(device: torch.device) -> str | None:
     """Why cuSPARSELt cannot run on `device`, or None where it can."""
     reason = _unsupported_device(device)
-    if reason is None and _first_gpu and _index(device) != _first_gpu[0]:
-        return f"cuSPARSELt runs on one GPU in a process, here on cuda:{_first_gpu[0]}"
+    if reason is None and _first_gpu and _index(device) != _first_gpu[0] and not_direct(device):
+        return _one_gpu()
     return reason
 
 
@@ -61,10 +70,70 @@ def version() -> int | None:
 
 
 _first_gpu: list[int] = []
+_not_direct: dict[torch.device, str] = {}
 
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def not_direct(device: torch.device) -> str:
+    """Why torch's operators call the library for `device`; "" where `direct.py` does, right on first use."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", _index(device))
+    if device not in _not_direct:
+        _not_direct[device] = _refusal(device)
+    return _not_direct[device]
+
+
+def way(device: torch.device) -> str:
+    """How the library is called for `device`: "direct" or "torch"."""
+    return "torch" if not_direct(device) else "direct"
+
+
+def _refusal(device: torch.device) -> str:
+    library = direct.load()
+    if device.type != "cuda" or isinstance(library, str):
+        return library if isinstance(library, str) else f"a {device.type} has no library"
+    verdicts = (first_use.verdict(direct_subject(device, dtype), each) for dtype in DTYPES for each in DIRECT)
+    return next((f"it failed its check on first use: {reason}" for reason in verdicts if reason), "")
+
+
+def direct_subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
+    """The direct calls of the library, to be compared with exact results."""
+    return first_use.Subject("cusparselt", DIRECT, device, dtype, partial(check_direct, device, dtype), str(version()))
+
+
+def _run(device: torch.device, call: Callable[[direct.Library], Tensor], by_torch: Callable[[], Tensor]) -> Tensor:
+    """What the library computes, called directly or by torch's operator. That repeats what fails directly, and raises
+    where it fails too; where it succeeds, direct calls have failed for this process."""
+    reason, library = not_direct(device), direct.load()
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _run(device, call, by_torch)
+    if not reason and not isinstance(library, str):
+        try:
+            return call(library)
+        except direct.Failed as error:
+            reason = f"{error}, where torch's operator does not fail"
+    _take_handle_of_torch(device)
+    result = by_torch()
+    if not _not_direct[device]:
+        _not_direct[device] = reason
+        _log.warning(f"cuSPARSELt is not called directly any more: {reason}")
+    return result
+
+
+def _take_handle_of_torch(device: torch.device) -> None:
+    if device.type == "cuda":
+        if not _first_gpu:
+            _first_gpu.append(_index(device))
+        if _first_gpu[0] != _index(device):
+            raise RuntimeError(_one_gpu())
+
+
+def _one_gpu() -> str:
+    return f"cuSPARSELt runs on one GPU in a process, here on cuda:{_first_gpu[0]}"
 
 
 def compressed_columns(k: int) -> int:
@@ -78,9 +147,12 @@ def compress(matrix: Tensor) -> Tensor:
 
     Rows are not rows of the matrix. The layout belongs to this device and library version: never save it.
     """
-    if matrix.is_cuda and not _first_gpu:
-        _first_gpu.append(matrix.device.index)
-    compressed = torch._cslt_compress(matrix.contiguous()).view(len(matrix), -1)
+    matrix = matrix.contiguous()
+    compressed = _run(
+        matrix.device,
+        lambda library: direct.compress(library, matrix),
+        lambda: torch._cslt_compress(matrix).view(len(matrix), -1),
+    )
     (m, k), found = matrix.shape, compressed.shape[1]
     if found != compressed_columns(k):
         raise RuntimeError(f"cuSPARSELt stores {m} x {k} of {matrix.dtype} in {found} columns, which is unknown")
@@ -105,14 +177,19 @@ def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: b
         raise RuntimeError(f"cslt_mm: operands of one dtype, not {compressed.dtype}, {dense.dtype} and bias {bias}")
     if not n:
         return dense.new_empty((0, m) if transposed else (m, 0))
-    # As the algorithm was checked, whatever the strides: activations as the transpose of `[n, k]`.
-    dense = _aligned(dense.t().contiguous().t() if transposed else dense.contiguous())
-    bias = None if bias is None else _aligned(bias.contiguous())
     missing = -n % TOKENS_MULTIPLE
     if missing:
         pad = torch.nn.functional.pad
         dense = pad(dense.t(), (0, 0, 0, missing)).t() if transposed else pad(dense, (0, missing))
-    result = torch._cslt_sparse_mm(compressed, dense, bias=bias, transpose_result=transposed, alg_id=algorithm)
+    # As the algorithm was checked, whatever the strides: activations as the transpose of `[n, k]`.
+    if dense.stride() != ((1, k) if transposed else (n + missing, 1)):
+        dense = dense.t().contiguous().t() if transposed else dense.contiguous()
+    dense, bias = _aligned(dense), None if bias is None else _aligned(bias.contiguous())
+    result = _run(
+        dense.device,
+        lambda library: direct.matmul(library, compressed, dense, bias, transposed, algorithm),
+        lambda: torch._cslt_sparse_mm(compressed, dense, bias=bias, transpose_result=transposed, alg_id=algorithm),
+    )
     if missing:
         result = result[:n] if transposed else result[:, :n].contiguous()
     return result
@@ -127,6 +204,7 @@ def _(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, 
 def search(compressed: Tensor, dense: Tensor, transposed: bool) -> int:
     """The algorithm that the library's own search prefers for operands as `matmul` hands them on. Where it would split
     k too, `matmul` does not: a split sums in another order from run to run."""
+    _take_handle_of_torch(dense.device)
     library = torch._C._cusparselt  # only in builds with the library
     found = library.mm_search(compressed, dense, None, None, None, transposed)  # type: ignore[attr-defined]
     return int(found[0])

@@ -4,9 +4,9 @@ Result memory is filled with NaN before a GEMM runs, so an algorithm that return
 are checked at the smallest and the largest n of a bucket. Equal inputs must give equal bits in all timed runs: some
 algorithms are wrong only occasionally (pytorch issue 155333).
 
-A call is captured in a CUDA graph and replayed: that is the time of the device. torch's operator takes the host 50 to
-600 us to set up a plan in every call (pytorch issues 177866 and 179642; 455 to 585 us beside an H100), where cuBLAS
-needs 20. That is measured apart.
+A call is captured in a CUDA graph and replayed: that is the time of the device. The host's is measured apart: torch's
+operator sets up a plan in every call (pytorch issues 177866 and 179642; 455 to 585 us beside an H100), where cuBLAS
+needs 20 us.
 """
 
 import math
@@ -14,7 +14,7 @@ import statistics
 import timeit
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,13 @@ from torch import Tensor
 from .. import reference
 from ..hard_problems import nan_in_new_memory
 from . import cusparselt
+from .direct_check import capture
 from .problem import GemmProblem, bucket_start, linear_problem, mm_problem
 
 MOST_ERROR = 4.0
 """The largest error of an element, in units of what rounding the result and summing in fp32 can cause: about 1.5."""
 
 ROUNDS = 25
-
-Result = TypeVar("Result")
 
 
 class Rejected(Exception):
@@ -158,22 +157,6 @@ def sampler(call: Callable[[], Tensor]) -> Callable[[], tuple[float, Tensor]]:
         return elapsed(replay), result
 
     return sample
-
-
-def capture(call: Callable[[], Result]) -> tuple[Callable[[], object], Result]:
-    """The replay of a call by a CUDA graph, and its result, which every replay overwrites."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # what is done only once, such as loading kernels, is not captured
-    torch.cuda.current_stream().wait_stream(stream)
-    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph):
-            result = call()
-    finally:  # what cannot be captured would leave its stream the current one
-        torch.cuda.set_stream(before)
-    return graph.replay, result
 
 
 def elapsed(run: Callable[[], object]) -> float:
