@@ -12,6 +12,7 @@ from . import reference
 from .checks import check_device, check_groups, check_is, check_pattern, check_size, check_tensors, described
 from .dispatch import implementation
 from .formats import empty_mask, mask_bytes
+from .operators import register
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4, dim: int = -1, packed: bool = False) -> Tensor:
@@ -107,9 +108,8 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("sparse24::nm_mask", mutates_args=())
-def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
+def _marked(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     return implementation("nm_mask", weight)(weight, n, m, dim, packed)
 
 
-_nm_mask.register_fake(lambda weight, n, m, dim, packed: empty_mask(weight, packed))
+_nm_mask = register("sparse24::nm_mask", _marked, lambda weight, n, m, dim, packed: empty_mask(weight, packed))

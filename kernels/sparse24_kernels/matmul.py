@@ -50,6 +50,13 @@ def sparse_linear(
     return plan.backend.linear(x, operand, bias, plan)
 
 
+def sparse_layer(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> Tensor:
+    """`sparse_linear` by a sparse plan, for layers: the checks would take as long as a small layer."""
+    if x.dtype != weight.dtype or x.device != weight.device:
+        return sparse_linear(x, weight, bias, plan=plan)  # says so
+    return plan.backend.linear(x, Operand(weight), bias, plan)
+
+
 def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan: GemmPlan | None = None) -> Tensor:
     """`F.linear(x, unpack_nm(packed), bias)`; for as many tokens as a kernel is known to win, without the dense weight.
 

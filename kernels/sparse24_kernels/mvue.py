@@ -6,6 +6,7 @@ from torch import Tensor
 from .checks import check_dim, check_floating, check_form, check_is, described
 from .dispatch import implementation
 from .formats import form_shape
+from .operators import not_differentiable, register
 
 _ESTIMATORS = [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact")]
 
@@ -64,8 +65,14 @@ def mvue(
     dim = check_dim("mvue", x, dim)
     check_form("mvue", form, x, dim, x.dtype)
     # On the device of x, where the kernel reads it: a copy to the host would synchronise.
-    key = _key(key, x.device).to(x.device)
-    return _mvue(x, key, n, m, dim, estimator, form)
+    return not_differentiable(_mvue, x, _key(key, x.device).to(x.device), n, m, dim, estimator, form)
+
+
+def mvue_unchecked(
+    x: Tensor, n: int, m: int, dim: int, estimator: str, key: Tensor | None, form: str = "dense"
+) -> Tensor:
+    """What `mvue` gives, for layers, which call it without gradients; `dim` is not negative."""
+    return _mvue(x, _key(key, x.device).to(x.device), n, m, dim, estimator, form)
 
 
 def _key(key: Tensor | int | None, device: torch.device) -> Tensor:
@@ -79,9 +86,8 @@ def _key(key: Tensor | int | None, device: torch.device) -> Tensor:
     raise ValueError(f"mvue: key={described(key)}: must be an int of 64 bits or an int64 0-d tensor")
 
 
-@torch.library.custom_op("sparse24::mvue", mutates_args=())
-def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
+def _drawn(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
     return implementation("mvue", x)(x, key, n, m, dim, estimator, form)
 
 
-_mvue.register_fake(lambda x, key, n, m, dim, estimator, form: x.new_empty(form_shape(form, x.shape)))
+_mvue = register("sparse24::mvue", _drawn, lambda x, *how: x.new_empty(form_shape(how[-1], x.shape)))

@@ -21,7 +21,7 @@ from .checks import (
 )
 from .dispatch import implementation
 from .formats import FORMS, form_shape
-from .operators import Pruning
+from .operators import Pruning, not_differentiable, register
 
 RULES = ("magnitude", "mask", "soft-threshold")
 SCALE_RULES = ("mse", "l1", "none")
@@ -193,11 +193,16 @@ def _checked(name: str, weight: Tensor, dtype: torch.dtype | None, how: Pruning)
         raise ValueError(f"{name}: dtype={described(dtype)}: must be one of {[str(result) for result in INPUTS]}")
     for form in how.forms:
         check_form(name, form, weight, groups, dtype)
-    return _prune(weight, *how._replace(dim=dim, dtype=dtype, forms=",".join(how.forms)))
+    made = not_differentiable(_prune, weight, *how._replace(dim=dim, dtype=dtype, forms=",".join(how.forms)))
+    return list(made)
 
 
-@torch.library.custom_op("sparse24::prune", mutates_args=())
-def _prune(
+def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
+    """`apply_mask` for the backward pass of layers: without checks, and called without gradients."""
+    return _prune(grad, "mask", 2, 4, grad.dim() - 1, mask, None, grad.dtype, "dense")[0]
+
+
+def _pruned(
     weight: Tensor,
     rule: str,
     n: int,
@@ -211,9 +216,13 @@ def _prune(
     return implementation("prune", weight)(weight, Pruning(rule, n, m, dim, mask, scale, dtype, forms.split(",")))
 
 
-@_prune.register_fake
-def _(weight, rule, n, m, dim, mask, scale, dtype, forms):
-    return [weight.new_empty(form_shape(form, weight.shape), dtype=dtype) for form in forms.split(",")]
+_prune = register(
+    "sparse24::prune",
+    _pruned,
+    lambda weight, rule, n, m, dim, mask, scale, dtype, forms: [
+        weight.new_empty(form_shape(form, weight.shape), dtype=dtype) for form in forms.split(",")
+    ],
+)
 
 
 @torch.library.custom_op("sparse24::s_ste_scale", mutates_args=())

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..cpu.limits import FP32, in_turns
 from ..dispatch import choose_kernels, implementation
 from ..formats import OPERAND_MULTIPLE, split_operand
+from ..operators import not_differentiable, register
 from ..prune import prune_forms
 from .packed import packed_linear
 from .problem import GemmProblem
@@ -16,13 +17,14 @@ from .problem import GemmProblem
 ROUNDS = 7
 
 
-@torch.library.custom_op("sparse24::packed_mm", mutates_args=())
-def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
+def _packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
     """A packed 2:4 `[R, K]` times `[K, N]` -> `[R, N]`."""
     return implementation("packed_mm", dense)(values, mask, dense)
 
 
-packed_mm.register_fake(lambda values, mask, dense: dense.new_empty(len(values), dense.shape[1]))
+packed_mm = register(
+    "sparse24::packed_mm", _packed_mm, lambda values, mask, dense: dense.new_empty(len(values), dense.shape[1])
+)
 
 
 def compress(matrix: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ def linear(x: Tensor, operand: Tensor, bias: Tensor | None) -> Tensor:
 
 def mm(operand: Tensor, dense: Tensor) -> Tensor:
     """`matrix @ dense`."""
-    return packed_mm(*split_operand(operand), dense)
+    return not_differentiable(packed_mm, *split_operand(operand), dense)
 
 
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache

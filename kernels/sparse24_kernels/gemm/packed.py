@@ -1,6 +1,6 @@
 """Weights that exist in packed form alone: the backend that multiplies by them as they are."""
 
-from operator import attrgetter, index
+from operator import index
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from ..cpu import limits
 from ..dispatch import choose_kernels, implementation
 from ..formats import Packed
+from ..operators import register
 from .backend import GemmBackend, GemmPlan, Operand
 from .problem import GemmProblem
 
@@ -23,12 +24,9 @@ def _packed_linear(
     return implementation("packed_linear", x)(x, values, mask, scales, m, bias)
 
 
-# Not by `custom_op`: it takes 5 us more in every call, and compiled models that decode call little else.
-_NAME = "sparse24::packed_linear"  # hub_layout.py writes another namespace here
-torch.library.define(_NAME, torch.library.infer_schema(_packed_linear, mutates_args=()))
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _packed_linear)
-torch.library.register_fake(_NAME, lambda x, values, *others: x.new_empty(len(x), len(values)))
-packed_linear = attrgetter(f"{_NAME.replace('::', '.')}.default")(torch.ops)
+packed_linear = register(
+    "sparse24::packed_linear", _packed_linear, lambda x, values, *others: x.new_empty(len(x), len(values))
+)
 
 
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
