@@ -5,10 +5,10 @@ from dataclasses import fields
 from itertools import product
 
 import pytest
-import sparse24_kernels as kernels
 import torch
 from cslt import StandIn, stand_in  # noqa: F401 (a fixture)
 from sparse24_kernels.gemm import GemmPlan, cusparselt, plan_gemm
+from sparse24_kernels.gemm.sparse_backends import CusparseltBackend
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, patch_model, sparse_weights
@@ -32,17 +32,17 @@ def patched(method: str, **settings) -> tuple[nn.Module, SparseWeight]:
 
 
 class Spy:
-    """What `kernels.sparse_linear` and `sparse_mm` were called with, in the order of the GEMMs of a layer."""
+    """The plans that the backend was called with, in the order of the GEMMs of a layer."""
 
     def __init__(self, monkeypatch):
         self.plans: list[GemmPlan] = []
-        for name in ("sparse_linear", "sparse_mm"):
-            monkeypatch.setattr(kernels, name, self.recording(getattr(kernels, name)))
+        for name in ("linear", "mm"):
+            monkeypatch.setattr(CusparseltBackend, name, self.recording(getattr(CusparseltBackend, name)))
 
     def recording(self, function):
-        def record(*arguments, plan):
-            self.plans.append(plan)
-            return function(*arguments, plan=plan)
+        def record(*arguments):
+            self.plans.append(arguments[-1])
+            return function(*arguments)
 
         return record
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import Made, PackedModule, SparseModule, reject_tracing, trained_parameter
+from .sparse_module import Made, PackedModule, SparseModule, reject_tracing, straight_through
 
 
 class StackedExperts(Made, nn.Module):
@@ -69,7 +69,7 @@ class SparseExperts(StackedExperts, SparseModule):
         pruned = {}
         for weight in weights:
             (out_in,) = weight.encoded([Wanted(PRUNED)], weight.parameter.dtype)
-            pruned[weight.name] = trained_parameter(weight, weight.storage.out_in(out_in))
+            pruned[weight.name] = straight_through(weight, weight.storage.out_in(out_in))
         return self.forward_with(pruned, *args, **kwargs)
 
 

@@ -4,14 +4,16 @@ from collections.abc import Hashable
 from functools import cache
 from typing import Any, ClassVar, cast
 
-import sparse24_kernels as kernels
 import torch
+from sparse24_kernels.prune import mask_gradient
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ..facts import MARKER
 from ..weights import sharding
+from ..weights.encodings import Wanted
+from ..weights.gemms import MASK
 from ..weights.sparse_weight import SparseWeight, wrong_state
 
 
@@ -80,15 +82,13 @@ def reject_tracing() -> None:
         raise RuntimeError(f"ONNX and TorchScript have no 2:4 operators: convert a dense model with zeros, {way}")
 
 
-def trained_parameter(weight: SparseWeight, pruned: Tensor | None = None) -> Tensor:
-    """The Parameter for a training forward, or the `pruned` weight that stands for it; its gradient is the master's.
-    Where the method keeps zeros, dropped weights get none."""
+def straight_through(weight: SparseWeight, pruned: Tensor) -> Tensor:
+    """The `pruned` weight that stands for a master in a training forward, whose gradient is the master's. Where the
+    method keeps zeros, dropped weights get none."""
     parameter = weight.parameter
     keeps_zeros = weight.method.keeps_zeros and parameter.requires_grad and torch.is_grad_enabled()
-    if pruned is None and not keeps_zeros:
-        return parameter
-    mask = weight.mask(packed=True) if keeps_zeros else None
-    return cast(Tensor, _StraightThrough.apply(parameter, parameter.detach() if pruned is None else pruned, mask))
+    mask = weight.encoded([Wanted(MASK)], parameter.dtype)[0] if keeps_zeros else None
+    return cast(Tensor, _StraightThrough.apply(parameter, pruned, mask))
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _StraightThrough(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (mask,) = ctx.saved_tensors
-        return grad if mask is None else kernels.apply_mask(grad, mask), None, None
+        return grad if mask is None else mask_gradient(grad, mask), None, None
 
 
 @torch.no_grad()

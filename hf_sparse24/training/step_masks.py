@@ -151,7 +151,8 @@ class RandomStreams:
             weight.rng_key = self._keys[device][index]
 
     def set(self, seed: int, rank: int, step: int, micro_step: int) -> None:
-        values = [_mix(seed + rank * by_rank, step, micro_step, i) for i, by_rank in enumerate(self._by_rank)]
+        begun = {by_rank: _mix(0, seed + rank * by_rank, step, micro_step) for by_rank in set(self._by_rank)}
+        values = [_mix(begun[by_rank], i) >> 1 for i, by_rank in enumerate(self._by_rank)]
         fresh = torch.tensor(values, dtype=torch.int64, device="cpu")
         for keys in self._keys.values():
             # Of pinned memory: otherwise the host would wait for all that the GPU has been given.
@@ -162,12 +163,12 @@ class RandomStreams:
             weight.rng_key = None
 
 
-def _mix(*numbers: int) -> int:
-    """A 63-bit hash of a few integers (the finaliser of splitmix64), so that nearby numbers give unrelated streams."""
-    state = 0
+def _mix(state: int, *numbers: int) -> int:
+    """A 64-bit hash of a few integers (the finaliser of splitmix64), so that nearby numbers give unrelated streams; the
+    last ones may be hashed on from the `state` of those before."""
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) % 2**64
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
         state ^= state >> 31
-    return state >> 1
+    return state

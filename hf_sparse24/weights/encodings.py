@@ -8,7 +8,8 @@ is still open in which it was made, or samples of them have not changed.**
   training loop without a controller has no open step, and prunes in every forward pass and every recomputation.
 - Evaluation: averaged weights and merged adapters are written through `.data`, which no version counter sees, so
   samples of the tensors are compared, which costs 20 % of a one-token GEMM on a CPU. A sample has elements of every row
-  and every column: it notices a write to a whole one, and may miss writes to single elements.
+  and every column: it notices a write to a whole one, and may miss writes to single elements. An evaluation takes them
+  when it encodes, so the first one within a step encodes again.
 
 Code that writes through `.data` within a step calls `clear_encodings` of the weight.
 """
@@ -35,12 +36,14 @@ class Wanted(NamedTuple):
 class _Kept(NamedTuple):
     """Encodings, with the versions and samples of what they were made from.
 
-    Samples are some elements of those tensors: views, so that no other tensor gets the same address, and their values.
-    `step` is the open step in which the encodings are known to be valid; None where only the samples can say.
+    `sources` are views of those tensors, so that no other tensor gets the same address, and `samples` some of their
+    values; None before an evaluation has asked. `step` is the open step in which the encodings are known to be valid;
+    None where only the samples can say.
     """
 
     version: tuple[object, ...] = ()
-    samples: Sequence[tuple[Tensor, Tensor]] = ()
+    sources: Sequence[Tensor] = ()
+    samples: Sequence[Tensor] | None = None
     step: object | None = None
     tensors: Mapping[Wanted, Tensor] = {}
 
@@ -93,22 +96,22 @@ def _still_valid(kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], ope
     """`kept` where it is valid, otherwise an empty one for what is to be made from `tensors` as they are."""
     # With gradients, weights change between steps alone. Without, averaged weights may have been swapped in.
     step = open_step if torch.is_grad_enabled() else None
-    version = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
+    version = (dtype, *[(tensor.data_ptr(), tensor._version) for tensor in tensors])
     if kept.version == version:
         if step is not None and kept.step is step:
             return kept
-        if all(torch.equal(sample, values) for sample, values in kept.samples):
+        if kept.samples is not None and all(map(torch.equal, map(sample_of, kept.sources), kept.samples)):
             return kept._replace(step=step)
-    samples = [sample_of(tensor) for tensor in tensors]
-    return _Kept(version, [(sample, sample.clone()) for sample in samples], step)
+    sources = [tensor.detach() for tensor in tensors]
+    return _Kept(version, sources, [sample_of(source).clone() for source in sources] if step is None else None, step)
 
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Some elements of a matrix, at least one of every row and of every column, as a view; of one that is not
     contiguous, which has no flat view, all."""
     if not tensor.is_contiguous() or not tensor.numel():
-        return tensor.detach()
+        return tensor
     columns = tensor.shape[-1] if tensor.dim() else 1
     # No longer than a row, a stride reaches every row; coprime to a row's length, it reaches every column.
     strides = range(min(columns, tensor.numel() // columns), 0, -1)
-    return tensor.detach().view(-1)[:: next(stride for stride in strides if math.gcd(stride, columns) == 1)]
+    return tensor.view(-1)[:: next(stride for stride in strides if math.gcd(stride, columns) == 1)]

@@ -5,6 +5,7 @@ place decides what can run on sparse tensor cores: `Gemm.plan`.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import sparse24_kernels as kernels
@@ -12,7 +13,8 @@ import torch
 from sparse24_kernels import Pattern
 from sparse24_kernels.formats import turned
 from sparse24_kernels.gemm import GemmPlan, GemmProblem, linear_problem, mm_problem, plan_gemm
-from sparse24_kernels.gemm.backend import DENSE, encode_one
+from sparse24_kernels.gemm.backend import DENSE, ON_CHANGE, encode_one
+from sparse24_kernels.mvue import mvue_unchecked
 from torch import Tensor
 
 from .encodings import Wanted
@@ -22,6 +24,9 @@ HARDWARE_PATTERN = Pattern(2, 4)
 
 PRUNED, GRAD_INPUT = "pruned", "grad_input"
 """Names of weight operands: what `SparseMethod.prune` gives, and what `prune_grad_input` does where a method has it."""
+
+MASK = "mask"
+"""The mask's packed bits, kept as operands are."""
 
 _ESTIMATES: dict[str, Pattern | None] = {"none": None, "mvue-1:2": Pattern(1, 2)}
 _ESTIMATES |= dict.fromkeys(("magnitude", "mvue", "mvue-approx"), HARDWARE_PATTERN)
@@ -76,11 +81,9 @@ class Gemm:
     def plan(
         self, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
     ) -> GemmPlan:
-        """What runs this GEMM, and why (see `sparse24_kernels.gemm.plan_gemm`)."""
-        problem = self.problem(tokens, out, inputs, dtype)
-        if problem is None:
-            return GemmPlan(DENSE, self.unsupported() or "")
-        return plan_gemm(problem, device, backend)
+        """What runs this GEMM, and why (see `sparse24_kernels.gemm.plan_gemm`). Plans are kept: every pass asks."""
+        make = _kept_plan if type(tokens) is int and not torch.compiler.is_compiling() else _make_plan
+        return make(self, tokens, out, inputs, dtype, device, backend)
 
     def wanted(self, plan: GemmPlan) -> Wanted:
         """The encoding of the weight that the plan takes. The grad_input GEMM's operand is the transpose."""
@@ -108,7 +111,20 @@ class Gemm:
     def _drawn(self, operand: Tensor, dim: int, key: Tensor | None, form: str = "dense") -> Tensor:
         how = "approx" if self.estimator == "mvue-approx" else "exact"
         n, m = _ESTIMATES[self.estimator] or HARDWARE_PATTERN
-        return kernels.mvue(operand, n, m, dim, how, key=key, form=form)
+        return mvue_unchecked(operand, n, m, dim % operand.dim(), how, key, form)
+
+
+def _make_plan(
+    gemm: Gemm, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
+) -> GemmPlan:
+    problem = gemm.problem(tokens, out, inputs, dtype)
+    if problem is None:
+        return GemmPlan(DENSE, gemm.unsupported() or "")
+    return plan_gemm(problem, device, backend)
+
+
+_kept_plan = lru_cache(maxsize=4096)(_make_plan)
+ON_CHANGE.append(_kept_plan.cache_clear)
 
 
 class Gemms(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from . import sharding
 from .encodings import Encodings, Wanted
-from .gemms import GRAD_INPUT, PRUNED
+from .gemms import GRAD_INPUT, MASK, PRUNED
 from .rules import check_rule, encode, method_mask
 from .state import WeightState
 from .storage import DenseMaster, Storage, WeightView
@@ -192,6 +192,8 @@ class SparseWeight:
             raise RuntimeError(f"it was patched on the meta device and has no state yet; load a checkpoint, or {call}")
         sharding.check_supported(self.name, self.master)
         method, operand = self.method, wanted[0].operand
+        if operand == MASK:
+            return [self.mask(packed=True)]
         checks = operand not in self._checked
         checks = checks and not (torch.compiler.is_compiling() or self.parameter.is_meta)
         forms, made = [(one.form, one.backend) for one in wanted], []

@@ -34,7 +34,8 @@ class WeightState(Mapping[str, Tensor]):
     def local(self) -> list[Tensor]:
         """The parts of the buffers that this process holds."""
         buffers, attribute = self.storage.module._buffers, self.storage.attribute
-        return [sharding.local(cast(Tensor, buffers[attribute(name)])) for name in self.names]
+        found = [cast(Tensor, buffers[attribute(name)]) for name in self.names]
+        return [sharding.local(tensor) if sharding.is_sharded(tensor) else tensor for tensor in found]
 
     @property
     def parameters(self) -> dict[str, Tensor]:

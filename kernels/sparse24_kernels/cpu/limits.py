@@ -41,7 +41,7 @@ SHIPPED: dict[str, dict[str, int]] = {
 runs on CPUs of that kind; fp32 on AMX is the code of AVX-512."""
 
 ON_CHANGE: list[Callable[[], None]] = []
-"""Functions to call when tuning has changed how packed weights run."""
+"""Functions that forget plans, to call when tuning, or a new backend, has changed how GEMMs run."""
 
 
 def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_is
+from ..cpu.limits import ON_CHANGE
 from ..dispatch import implementation
 from ..formats import Packed
 from .problem import GemmProblem
@@ -180,6 +181,8 @@ def register_backend(backend: GemmBackend, *, auto: bool = False) -> None:
     _backends[name] = backend
     if auto:
         AUTOMATIC[name] = backend
+    for forget in ON_CHANGE:  # plans that are kept
+        forget()
 
 
 def backend_names() -> list[str]:
