@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_device, check_floating, check_is, check_matrix, check_packed
 from .cpu import limits
@@ -12,8 +14,11 @@ from .formats import Packed, Pattern
 from .gemm.backend import DENSE, GemmPlan, Operand
 from .gemm.planning import plan_packed
 from .gemm.problem import linear_problem
+from .gemm.sparse_backends import CUSPARSELT
 
 _DENSE = GemmPlan(DENSE, "no plan was given")
+_compressed = WeakIdKeyDictionary()
+"""What `_encoded` keeps of frozen packed weights, by their values: it goes with them."""
 
 
 def sparse_linear(
@@ -60,7 +65,10 @@ def sparse_layer(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan)
 def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan: GemmPlan | None = None) -> Tensor:
     """`F.linear(x, unpack_nm(packed), bias)`; for as many tokens as a kernel is known to win, without the dense weight.
 
-    Not differentiable where a kernel runs: the gradient of x is `grad @ unpack_nm(packed)`.
+    Not differentiable where a kernel runs: the gradient of x is `grad @ unpack_nm(packed)`. Where many tokens go to
+    cuSPARSELt, a weight whose values require no gradient is compressed in its first call, and 9/16 of the dense bytes
+    more are kept as long as the values. It is compressed again after a write that autograd counts; through `.data` a
+    write is not seen.
 
     Args:
         x: `[..., in]`, fp64, fp32, bf16 or fp16.
@@ -95,7 +103,7 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, *, plan
     if plan is None:
         plan = _plan_packed(x.shape[:-1].numel(), values.shape, inputs, packed.m, x.dtype, values.dtype, x.device)
     check_is(GemmPlan, "packed_linear", plan=plan)
-    return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
+    return plan.backend.linear(x, _encoded(packed, plan), bias, plan)
 
 
 def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
@@ -104,7 +112,29 @@ def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tenso
     if torch.compiler.is_compiling() or x.shape[-1:] != (inputs,) or x.dtype != packed.dtype:
         return packed_linear(x, packed, bias)
     plan = _kept_plan(x.numel() // inputs, values.shape, inputs, packed.m, x.dtype, values.dtype, x.device)
-    return plan.backend.linear(x, plan.backend.encode(packed), bias, plan)
+    return plan.backend.linear(x, _encoded(packed, plan), bias, plan)
+
+
+def _encoded(packed: Packed, plan: GemmPlan) -> Operand:
+    """The operand of a packed weight, of a frozen one from memory: compressing takes longer than its GEMM."""
+    if plan.backend is not CUSPARSELT or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return plan.backend.encode(packed)
+    tensors = [tensor for tensor in packed[:3] if tensor is not None]
+    if not all(map(_may_be_kept, tensors)):
+        return plan.backend.encode(packed)
+    # A weak reference holds the identity of a freed storage, so another one cannot take it.
+    state = [(StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in tensors]
+    kept = _compressed.get(packed.values)
+    if kept is None or kept[0] != state:
+        with torch.inference_mode(False):
+            kept = _compressed[packed.values] = state, plan.backend.encode(packed)
+    return kept[1]
+
+
+def _may_be_kept(tensor: Tensor) -> bool:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.requires_grad or tensor.is_inference():
+        return False  # it may have no values, trains, or has no version
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())  # a graph runs again without looking
 
 
 def _plan_packed(

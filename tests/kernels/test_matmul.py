@@ -8,6 +8,7 @@ from cslt import (
     sparse_plan,
     stand_in,  # noqa: F401 (a fixture)
 )
+from sparse24_kernels import matmul
 from sparse24_kernels.gemm import GemmPlan, autotune, compress, cusparselt, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.backend import DENSE, Operand
 from sparse24_kernels.gemm.planning import choose_backend
@@ -147,6 +148,37 @@ def test_every_backend_gives_the_same_product(stand_in):  # noqa: F811
                 torch.testing.assert_close(result, F.linear(dense.t(), matrix, bias))
                 torch.testing.assert_close(kernels.sparse_mm(operand, dense, plan=plan), matrix @ dense)
     assert compress(matrix, plans[0]) == Operand(matrix)
+
+
+def test_a_frozen_packed_weight_is_compressed_once(stand_in):  # noqa: F811
+    x, plan = torch.randn(64, 32).bfloat16(), sparse_plan()
+    own, other = (kernels.pack_nm(kernels.nm_prune(torch.randn(48, 32)).bfloat16()) for _ in range(2))
+
+    def compressions(packed, calls=2) -> int:
+        before = stand_in.compressed
+        for _ in range(calls):
+            ours = kernels.packed_linear(x, packed, plan=plan)
+            torch.testing.assert_close(ours, F.linear(x, kernels.unpack_nm(packed)))
+        return stand_in.compressed - before
+
+    with torch.inference_mode():
+        assert compressions(own) == 1
+    assert (compressions(own), compressions(other), compressions(own), len(matmul._compressed)) == (0, 1, 0, 2)
+    for write in (lambda: own.values.mul_(2), lambda: own.mask.copy_(other.mask)):
+        write()
+        assert compressions(own) == 1
+    for tensor in own[:2]:
+        tensor.data = tensor.clone()
+        assert compressions(own) == 1
+    quantized = kernels.quantize_packed(own)
+    assert compressions(quantized) == 1
+    quantized.scales.mul_(2)
+    assert compressions(quantized) == 1
+    own.values.requires_grad_()  # it trains
+    with torch.no_grad():
+        assert compressions(own) == 2
+    tensor = own = other = quantized = None
+    assert not matmul._compressed
 
 
 def test_operators(stand_in, monkeypatch):  # noqa: F811

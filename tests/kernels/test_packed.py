@@ -152,16 +152,6 @@ def test_operands_at_odd_addresses_and_of_odd_strides(has_kernels):
         assert result.is_contiguous()
 
 
-def test_many_tokens_take_sparse_tensor_cores_on_a_copy_made_on_the_spot(stand_in, planned_for_gpu, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(packed_gemm, "FEW_TOKENS", 8)
-    weight, x, bias = kernels.nm_prune(torch.randn(48, 32)).to(BF16), torch.randn(2, 16, 32).to(BF16), torch.randn(48)
-    packed, bias = kernels.pack_nm(weight), bias.to(BF16)
-    plan = plan_packed(linear_problem(32, 48, 32, BF16), CPU)
-    stand_in.compressed, stand_in.gemms = 0, []
-    torch.testing.assert_close(kernels.packed_linear(x, packed, bias, plan=plan), F.linear(x, weight, bias))
-    assert stand_in.compressed == 1 and len(stand_in.gemms) == 1
-
-
 def test_the_backend_takes_packed_weights_of_linear_layers():
     with pytest.raises(ValueError, match="backend='packed' takes packed weights: pack_nm makes them"):
         compress(kernels.nm_prune(torch.randn(24, 40)), KERNEL)

@@ -9,6 +9,7 @@ import torch
 import zoo
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from checkpoints import patched
+from cslt import stand_in  # noqa: F401 (a fixture)
 from safetensors.torch import load_file
 from sparse_models import logits
 from torch import nn
@@ -178,6 +179,18 @@ def test_gradients_pass_through(name):
     for ours, theirs in zip(results[2:], results[:2]):
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b)
+
+
+def test_a_layer_compresses_its_weight_once(stand_in):  # noqa: F811
+    model = nn.Sequential(nn.Linear(32, 48)).bfloat16()
+    patch_model(model, Sparse24Config(method="fixed-mask", target_modules=["0"]))
+    pack_model(model)
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+    for ours, with_gradients, count in ((model, True, 1), (copy.deepcopy(model), True, 2), (model, False, 2)):
+        with torch.set_grad_enabled(with_gradients):
+            torch.testing.assert_close(ours(x), expected)
+        assert stand_in.compressed == count
 
 
 def test_training_a_packed_model_is_refused(tmp_path):

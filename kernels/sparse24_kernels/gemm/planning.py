@@ -80,8 +80,8 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     """How to run a linear layer with a packed weight.
 
     Few tokens on a GPU, and as many on a CPU as the kernel is known to win for, take a kernel that reads the weight
-    packed. Otherwise an operand is made in every call: compressed where a sparse algorithm is known to be faster, or
-    else dense.
+    packed. Otherwise an operand is made: compressed where a sparse algorithm is known to be faster, once of a frozen
+    weight; or else dense, in every call.
 
     Args:
         problem: of `linear_problem`; with `is_int8=True` for int8 values, and the weight's `pattern`.
