@@ -71,8 +71,8 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             The trainer's callback, or a new one.
 
         Raises:
-            ValueError: a reference that is not what the policy is at the start; or the trainer reads dense master
-                weights, such as that of a sparse output embedding.
+            ValueError: a model that is not patched; a reference that is not what the policy is at the start; or the
+                trainer reads dense master weights, such as that of a sparse output embedding.
 
         Examples:
             >>> from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -87,6 +87,10 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             >>> callback.controller.step
             2
         """
+        model = model_of(trainer)
+        if sparse_run(model) is None and not sparse_weights(model, PACKED):
+            way = "call patch_model(model) first, or load an export by quantization_config=Sparse24Config(...)"
+            raise ValueError(f"the model of the trainer is not patched: {way}, which keeps its zeros")
         callback = next((present for present in trainer.callback_handler.callbacks if isinstance(present, cls)), cls())
         callback._put_first(trainer)
         check_masters_unread(trainer)
