@@ -2,8 +2,8 @@
 
 Most adapters add to what a layer returns, or change what it is given. Some read `base_layer.weight`, which is the dense
 master: FRoD, HRA, SHiRA and SuperTuning replace the layer's GEMM by one of their own, so that nothing is sparse; HiRA
-and PEANuT compute their term from it, so that outputs change when the model is unpatched. LoRA and DoRA act through the
-mask instead, see `masked.py`.
+and PEANuT compute their term from it, so that outputs change when the model is unpatched. DoRA does too. LoRA acts
+through the mask instead, see `masked.py`.
 """
 
 import copy
@@ -18,38 +18,36 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
 
 
-def is_masked(adapter: Any) -> bool:
-    """Return whether all active adapters of a layer act through the mask."""
-    variants = getattr(adapter, "lora_variant", {})
-    names = [name for name in adapter.active_adapters if name in getattr(adapter, "lora_A", {})]
-    return bool(names) and all(getattr(variants.get(name), "is_masked", False) for name in names)
-
-
 def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError where an adapter computes with the dense weight of a sparse layer."""
+    """Raise ValueError where an adapter, active or not, computes with the dense weight of a sparse layer."""
     names = {layer_name(name) for name in sparse_weights(model)}
     kinds = set()
     for name, module in model.named_modules():
-        if f"{name}.base_layer" not in names or not is_adapter(module) or is_masked(module):
+        if f"{name}.base_layer" not in names or not is_adapter(module):
             continue
-        kind = type(module), *getattr(module, "active_adapters", ())  # one of each: all layers are adapted alike
-        if kind not in kinds and bypasses_layer(module):
-            adapter = f"{name}: this adapter ({type(module).__module__}.{type(module).__name__})"
-            way = "call unpatch_model(model) before you add it, or use LoRA"
-            raise ValueError(f"{adapter} computes with the layer's dense weight, not with its sparse one; {way}")
-        kinds.add(kind)
+        for own in module._get_available_adapters():
+            kind = type(module), own  # one of each: all layers are adapted alike
+            is_masked = getattr(getattr(module, "lora_variant", {}).get(own), "is_masked", False)
+            if not is_masked and kind not in kinds and bypasses_layer(module, own):
+                adapter = f"{name}: this adapter ({type(module).__module__}.{type(module).__name__})"
+                way = "call unpatch_model(model) before you add it, or use LoRA"
+                raise ValueError(f"{adapter} computes with the layer's dense weight, not with its sparse one; {way}")
+            kinds.add(kind)
 
 
 @torch.no_grad()
-def bypasses_layer(adapter: nn.Module) -> bool:
-    """Return whether an adapter reads the weight of its `base_layer`, or never calls that layer: found by a probe."""
+def bypasses_layer(adapter: nn.Module, name: str) -> bool:
+    """Return whether the adapter `name` reads the weight of its `base_layer`, or never calls it: found by a probe."""
     layer: Any = adapter.base_layer
     if layer.weight.is_meta:
         return False
     probe = _Probe(layer)
     try:
         x = layer.weight.new_zeros(1, 1, probe.in_features)
-        output = copy.deepcopy(adapter, {id(layer): probe})(x)
+        unread = {id(p): torch.zeros_like(p, device=x.device) for p in adapter.parameters() if p.is_meta}
+        copied: Any = copy.deepcopy(adapter, {id(layer): probe} | unread)
+        copied._active_adapter = [name]
+        output = copied(x)
     except Exception:  # such as an adapter that needs more arguments: nothing is known
         return False
     return not probe.was_called or bool(output.isnan().any())
@@ -60,8 +58,9 @@ class _Probe(nn.Module):
         super().__init__()
         weight = layer.weight
         self.in_features, self.out_features = weight.shape[::-1] if input_dim_of(layer) == -1 else weight.shape
-        self.weight = nn.Parameter(weight.new_tensor(torch.nan).expand(weight.shape), requires_grad=False)
-        self.bias = None if layer.bias is None else nn.Parameter(torch.zeros_like(layer.bias), requires_grad=False)
+        # No Parameters: with low_cpu_mem_usage PEFT makes all new ones on the meta device.
+        self.weight = weight.new_tensor(torch.nan).expand(weight.shape)
+        self.bias = None if layer.bias is None else torch.zeros_like(layer.bias)
         self.was_called = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -137,17 +137,22 @@ def test_an_adapter_that_computes_with_the_dense_weight_is_refused(config, infer
         peft.get_peft_model(model, config(target_modules=TARGETS["llama"], inference_mode=inference_mode))
 
 
+def test_dora_is_refused_where_another_adapter_is_active_and_its_weights_are_not_read_yet():
+    config = partial(peft.LoraConfig, target_modules=TARGETS["llama"])
+    model = peft.get_peft_model(patched("llama"), config())
+    with pytest.raises(ValueError, match="computes with the layer's dense weight"):
+        model.add_adapter("second", config(use_dora=True), low_cpu_mem_usage=True)
+
+
 def test_an_option_or_a_tuner_of_ones_own_that_reads_the_dense_weight_is_refused():
     bat = peft.MissConfig(r=4, init_weights="bat", target_modules=TARGETS["llama"])
     with pytest.raises(ValueError, match="computes with the layer's dense weight"):
         peft.get_peft_model(patched("llama"), bat)
 
     class BaseTunerLayer(nn.Module):  # found by its name, as PEFT's
-        active_adapters = ("mine",)
-
         def __init__(self, layer):
             super().__init__()
-            self.base_layer = layer
+            self.base_layer, self._get_available_adapters = layer, lambda: {"mine"}
 
         def forward(self, x):
             return self.base_layer(x) + x @ self.base_layer.weight.T
