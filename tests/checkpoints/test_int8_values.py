@@ -15,17 +15,14 @@ from sparse_models import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_sparse24 import (
-    Sparse24Config,
     export_model,
     make_model_card,
     pack_model,
-    patch_model,
     sparse_weights,
     unpack_model,
 )
 from hf_sparse24.packed_format import buffer_names
 from hf_sparse24.weights.storage import PACKED
-from hf_sparse24_command import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -90,20 +87,6 @@ def test_dtypes(dtype, tmp_path):
             assert torch.equal(parts[0].scales, parts[1].scales.bfloat16())
 
 
-@pytest.mark.usefixtures("dense_math")
-def test_it_generates_and_becomes_an_ordinary_model(tmp_path):
-    model = exported(tmp_path, patched())
-    dense = unpack_model(copy.deepcopy(model))
-    assert not sparse_weights(dense, PACKED) and torch.equal(logits(dense), logits(model))
-    ids, arguments = zoo.batch()["input_ids"], {"max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(model.generate(ids, **arguments), dense.generate(ids, **arguments))
-    layer = model.model.layers[0].mlp.down_proj
-    assert repr(layer) == "PackedLinear(in=64, out=32, bias=False, dtype=torch.float32, int8 values)"
-    patch_model(dense, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
-    again = exported(tmp_path / "again", dense)  # rounded again, from values that are rounded
-    torch.testing.assert_close(logits(again), logits(model), atol=1e-5, rtol=0)
-
-
 def test_adapters_train_on_it_and_are_merged_once_it_is_unpacked():
     model = lora_base()
     pack_model(model, values="int8")
@@ -139,23 +122,3 @@ def test_wrong_arguments(tmp_path):
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj.*nothing was exported"):
         export_model(model, tmp_path, "packed", values="int8")
     assert not any(tmp_path.iterdir())
-
-
-def test_the_command_and_the_card(tmp_path, capsys):
-    model = patched().bfloat16()
-    model.save_pretrained(tmp_path / "trained")
-    command = ["export", str(tmp_path / "trained"), str(tmp_path / "out"), "--format", "packed", "--values", "int8"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert "packed with int8 values, trained by s-ste" in printed
-    row = next(line.split() for line in printed.splitlines() if "up_proj" in line)
-    assert row == ["model.layers.*.mlp.up_proj.weight", "2", "4,096", "2.82", "kB", "8.19", "kB"]  # 5/16 and 128 scales
-    assert main(["verify", str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr().out
-    assert "verified: all" in printed and ", and 1 file as exported" in printed
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
-    assert main(["verify", str(tmp_path / "again")]) == 0
-    assert main(["export", *command[1:3], "--values", "int8"]) == 2
-    assert "use format='packed'" in capsys.readouterr().err
-    text = make_model_card(model, format="packed", values="int8").text
-    assert "their int8 values, a scale for each row and 128 weights, and a mask of one bit" in text

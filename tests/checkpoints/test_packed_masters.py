@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from hf_sparse24 import (
     Sparse24Config,
     export_model,
-    make_model_card,
     patch_model,
     sparse_run,
     sparse_weights,
@@ -87,24 +86,3 @@ def test_every_way_in(tmp_path):
         assert torch.equal(logits(loaded), logits(model)) and len(sparse_weights(loaded, PackedMaster)) == 14
     patch_model(unpack_model(loaded), Sparse24Config(method="fixed-mask", target_modules="all-linear"))
     assert torch.equal(logits(loaded), logits(model)) and len(sparse_weights(loaded)) == 14
-
-
-def test_commands(tmp_path, capsys):
-    """`export` takes a checkpoint of packed masters, `doctor` refuses it by name."""
-    model, saved, directory = made(), str(tmp_path / "saved"), str(tmp_path / "export")
-    model.save_pretrained(saved)
-    assert main(["export", saved, directory]) == 0 and main(["verify", directory]) == 0
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
-    with pytest.raises(ValueError, match="holds a training checkpoint"):
-        export_model(model, saved)
-    assert main(["doctor", saved]) != 0
-    assert "master='packed'" in capsys.readouterr().err
-
-
-def test_the_card_counts_what_is_not_stored():
-    model = made()
-    dense = sum(parameter.numel() for parameter in zoo.build("llama").parameters())
-    zero = sum(weight.master.numel() for weight in sparse_weights(model, PackedMaster).values())
-    assert f"{zero / dense:.1%} of all" in str(make_model_card(model))
-    card = str(make_model_card(model, format="training"))
-    assert "**Reading them takes hf_sparse24**" in card and "the dense master weights" not in card

@@ -11,10 +11,8 @@ from sparse24_kernels.dispatch import Choice
 from sparse24_kernels.gemm import compress, cusparselt, sparse_backends
 from sparse24_kernels.hard_problems import difference
 from sparse24_kernels.prune import prune_forms
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
-from hf_sparse24 import Sparse24Config, patch_model
 from recipes.benchmarks.cases import draw
 
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
@@ -143,18 +141,3 @@ def test_a_layer_compiles_in_one_graph(method, hopper):
     for ours, eager in zip(call(torch.compile(layer, fullgraph=True, backend="aot_eager")), call(layer)):
         torch.testing.assert_close(ours, eager)
     assert not hopper.compressed
-
-
-def test_conv1d_and_patterns_within_24_prune_into_it(hopper):
-    conv = nn.ModuleList([Conv1D(192, 128).bfloat16()])
-    patch_model(conv, Sparse24Config(method="t-sr-ste", target_modules="all-linear", backend="cusparselt"))
-    few = nn.ModuleList([nn.Linear(128, 192).bfloat16()])
-    patch_model(few, Sparse24Config(method="s-ste", pattern="1:4", target_modules="all-linear", backend="cusparselt"))
-    x = draw(CPU, (64, 128), BF16).requires_grad_()
-    for model in (conv, few):
-        output = model[0](x)
-        weight = model[0].sparse_weight().float()
-        expected = x.float() @ (weight if model is conv else weight.t()) + model[0].bias.float()
-        torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
-        output.sum().backward()
-    assert len(hopper.gemms) == 3 + 2 and not hopper.compressed

@@ -10,13 +10,12 @@ from sparse24_kernels.gemm import (
     GemmPlan,
     compress,
     linear_problem,
-    mm_problem,
     plan_gemm,
     plan_packed,
     register_backend,
 )
 from sparse24_kernels.gemm import packed as packed_gemm
-from sparse24_kernels.gemm.backend import DENSE, Operand, backend_names, encode_one
+from sparse24_kernels.gemm.backend import Operand, backend_names, encode_one
 from sparse24_kernels.operators import Operators
 from torch.nn.functional import linear
 
@@ -50,27 +49,6 @@ def test_a_backend_is_chosen_by_name(fp32):
         assert torch.equal(kernels.sparse_linear(x, operand, bias.to(BF16), plan=plan), expected)
     assert torch.equal(kernels.packed_linear(x, packed, bias.to(BF16), plan=plan), expected)
     assert fp32.ran == 4 and backend_names()[-1] == "fp32"
-
-
-def test_what_it_refuses_is_dense_with_its_reason(fp32):
-    assert plan_gemm(PROBLEM, CPU).backend is DENSE, "auto asks no backend that did not want to be asked"
-    plan = plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU, "fp32")
-    assert plan == GemmPlan(DENSE, "fp32 gains nothing for torch.float32")
-    plan = plan_gemm(mm_problem(48, 32, 16, BF16), CPU, "fp32")
-    assert plan == GemmPlan(DENSE, "fp32 has linear layers only")
-    with pytest.raises(NotImplementedError, match="backend='fp32' planned a GEMM that it has no method for"):
-        fp32.mm(Operand(torch.ones(4, 4)), torch.ones(4, 4), plan)
-
-
-def test_auto_asks_in_order_and_collects_the_refusals(fp32):
-    register_backend(fp32, auto=True)
-    assert plan_gemm(PROBLEM, CPU).backend is fp32
-    reason = plan_gemm(PROBLEM._replace(dtype=torch.float32), CPU).reason
-    assert reason.endswith("; fp32 gains nothing for torch.float32")
-    unregister_backend("fp32")
-    assert plan_gemm(PROBLEM, CPU).backend is DENSE
-    with pytest.raises(ValueError, match="backend='fp32' is not available"):
-        plan_gemm(PROBLEM, CPU, "fp32")
 
 
 @pytest.mark.parametrize("name", ["auto", "dense", "", None, 3])

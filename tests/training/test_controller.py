@@ -11,10 +11,8 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
-from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import StepAdamW, step_param_groups
 from hf_sparse24.metrics import is_nm_sparse, kept_magnitude
-from hf_sparse24.run import set_phase, sparse_run
 from hf_sparse24.weights.sparse_weight import SparseWeight
 from hf_sparse24.weights.storage import layer_name
 
@@ -315,43 +313,3 @@ def test_a_grad_scaler_skips_a_step_whose_gradients_overflow_in_fp8():
         is_same = all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert is_same is not taken
     assert all(tensor.isfinite().all() for tensor in model.parameters())
-
-
-@pytest.mark.parametrize("method", ["t-sr-ste", "step"])
-def test_what_has_ended_dense_trains_on_dense(method):
-    tail = {"switch_after": 1, "switch_by": 2} if method == "step" else {}
-    model, optimizer = patched(method, dense_tail=1, **tail)
-    run = sparse_run(model)
-    if method == "step":
-        optimizer = StepAdamW(step_param_groups(model), total_steps=4, switch_after=1, switch_by=2)
-    controller = Sparse24Controller(model, optimizer, total_steps=4)
-    for step in range(4):
-        assert not run.facts.finished and "finished" not in run.saved.to_dict()
-        run_step(model, optimizer, controller, step)
-    assert run.facts.finished and SavedConfig.from_dict(run.saved.to_dict()).facts == run.facts
-    assert "has ended in a dense phase" in str(patch_model(model))
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # any, of STEP too
-    controller = Sparse24Controller(model, optimizer, total_steps=6)
-    plain = unpatch_model(copy.deepcopy(model), sparse=False)
-    control = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(6):
-        run_step(model, optimizer, controller, step)
-        plain(**zoo.batch(100 * step)).loss.backward()
-        control.step()
-        control.zero_grad()
-        assert controller.metrics()["sparse_phase"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
-    assert run.facts.finished
-
-    stale = {name: weight.mask() for name, weight in sparse_weights(model).items()}
-    set_phase(model, "sparse")
-    assert not run.facts.finished
-    patched_now = unpatch_model(copy.deepcopy(model), sparse=False)
-    patch_model(patched_now, run.config)
-    for name, weight in sparse_weights(patched_now).items():
-        mask = sparse_weights(model)[name].mask()
-        assert torch.equal(mask, weight.mask()) and (method == "step" or not torch.equal(mask, stale[name]))
-    if method == "t-sr-ste":
-        Sparse24Controller(model, torch.optim.AdamW(model.parameters()), total_steps=6)
-        assert run.phase == "sparse"

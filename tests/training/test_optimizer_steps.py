@@ -1,7 +1,5 @@
 """The controller follows its optimizer, and counts the steps that the optimizer takes."""
 
-import copy
-
 import pytest
 import torch
 import zoo
@@ -9,7 +7,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
-from hf_sparse24.run import sparse_run
 
 
 def mlp(method: str = "sr-ste", **settings) -> nn.ModuleList:
@@ -159,37 +156,6 @@ def test_a_controller_ends_with_its_sparsity(again):
     torch.testing.assert_close(model[0].weight.detach(), before - 1.0)
 
 
-def test_random_gradients_are_drawn_again_once_a_controller_has_ended():
-    model, x = mlp("s-ste"), torch.randn(32, 8)
-    controller = Sparse24Controller(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=4)
-    copied = copy.deepcopy(model)
-    controller.end()
-    for trained in (model, copied):
-        draws = []
-        for _ in range(2):
-            trained.zero_grad()
-            trained[0](x).square().sum().backward()
-            draws.append(trained[0].weight.grad.clone())
-        assert not torch.equal(*draws)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("total_steps", value) for value in (0, 5.5, float("inf"), True, "10", None)),
-        *(("step", value) for value in (-1, 11, 2.0)),
-        *(("metrics_interval", value) for value in (0, 1.0)),
-        ("seed", -1),
-    ],
-)
-def test_numbers_out_of_range(name, value):
-    model = mlp()
-    arguments = {"total_steps": 10} | {name: value}
-    with pytest.raises(ValueError, match=f"{name}={value!r}: must be an int"):
-        Sparse24Controller(model, torch.optim.SGD(model.parameters()), **arguments)
-    assert sparse_run(model).controller is None
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -245,26 +211,6 @@ def test_training_without_a_controller_says_so_once(monkeypatch):
     frozen = mlp().requires_grad_(False)  # as under adapters
     frozen[0](x.requires_grad_())
     assert len(said) == 1
-
-
-def test_dtensors_that_are_not_gathered_are_refused():
-    from torch.distributed import HashStore, destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        dense = nn.ModuleList([nn.Linear(8, 8)])
-        for model in (dense, mlp()):
-            model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match="0 is a DTensor"):
-            patch_model(dense, Sparse24Config(target_modules="all-linear"))
-        assert type(dense[0]) is nn.Linear
-        with pytest.raises(ValueError, match="weight is a DTensor while its layer computes"):
-            model[0](torch.randn(4, 8))
-    finally:
-        destroy_process_group()
 
 
 def test_what_cannot_be_trained_is_refused():

@@ -9,8 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import arguments, dataset, train
 from transformers import Trainer, TrainerCallback
 
-from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Controller, Sparse24Trainer, patch_model
-from hf_sparse24 import sparse_weights as weights_of
+from hf_sparse24 import Sparse24Callback, Sparse24Config, Sparse24Trainer, patch_model
 from hf_sparse24.training.run_log import OF_LAYER, RUN_LOG
 
 CONFIG = Sparse24Config(method="t-sr-ste", mask_interval=1)
@@ -72,14 +71,6 @@ def test_each_log_has_a_line_and_tensorboard_the_same_and_the_console_does_not(t
         assert points
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "albert"])
-def test_stacks_and_shared_weights_have_one_rate(tmp_path, architecture):
-    run, watch = watched(tmp_path, architecture)
-    distinct = {id(weight.parameter) for weight in weights_of(run.model).values()}
-    assert flip_rates(tmp_path) == watch.seen and len(watch.seen[1]) == len(distinct) > 1
-    assert not watch.seen[3]  # in the dense tail
-
-
 def test_the_callback_in_another_trainer_writes_it_too(tmp_path, capsys):
     model = zoo.build("llama")
     patch_model(model, CONFIG)
@@ -133,13 +124,3 @@ def test_a_picture_that_cannot_be_drawn_costs_one_warning(tmp_path, monkeypatch,
     run = Sparse24Trainer(zoo.build("llama"), arguments(tmp_path, max_steps=12), train_dataset=dataset())
     run.train()
     assert run.state.global_step == 12 and "ZeroDivisionError" in caplog.text
-
-
-def test_other_processes_compute_and_do_not_write(tmp_path, monkeypatch):
-    """Where weights are sharded, metrics are computed by all processes together."""
-    calls = []
-    measure = Sparse24Controller.layer_flip_rates
-    monkeypatch.setattr(Sparse24Controller, "layer_flip_rates", lambda self: calls.append(1) or measure(self))
-    monkeypatch.setattr(Trainer, "is_world_process_zero", lambda self: False)
-    train(tmp_path)
-    assert len(calls) == 4 and not (tmp_path / RUN_LOG).exists()

@@ -231,15 +231,3 @@ def test_flip_rates_logged_by_the_epoch_are_fresh(tmp_path):
     run = train(tmp_path, max_steps=-1, num_train_epochs=3, logging_strategy="epoch", learning_rate=1e-2)
     rates = [log["flip_rate"] for log in run.state.log_history if "loss" in log]
     assert len(set(rates)) == 3
-
-
-def test_the_config_of_a_finished_run_trains_a_dense_model_sparse_from_the_start(tmp_path):
-    """`quantization_config` of a model has the facts of its run too; another model takes the config alone."""
-    finished = train(tmp_path, config=Sparse24Config(method="t-sr-ste", mask_interval=1, dense_tail=2)).model
-    saved = finished.config.quantization_config
-    assert saved.finished and saved.phase == "dense" and saved.method == "t-sr-ste"
-    zoo.build("llama").save_pretrained(tmp_path / "dense")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=saved)
-    assert sparse_run(model).config == saved.config and not sparse_run(model).facts.finished
-    logs = [log for log in train(tmp_path, model).state.log_history if "loss" in log]
-    assert logs[0]["sparse_phase"] == 1.0 and logs[0]["flip_rate"] > 0
