@@ -105,14 +105,3 @@ def test_two_entries_may_give_a_layer_the_same_pattern():
 def test_what_an_own_pattern_does_not_divide_stays_dense():
     report = patch_model(zoo.build("llama", intermediate_size=72), Sparse24Config(layer_patterns={"down_proj": "1:16"}))
     assert report.skipped["model.layers.0.mlp.down_proj"] == "input size 72 is not a multiple of 16"
-
-
-def with_zeros(shares: dict[str, float]):
-    model = zoo.build("llama")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            share = shares.get(name.rpartition(".")[2])
-            if share is not None:
-                module.weight *= torch.rand(module.weight.shape, generator=generator) >= share
-    return model

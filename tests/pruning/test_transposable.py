@@ -13,7 +13,6 @@ from hf_sparse24.metrics import is_nm_sparse
 
 ROWS = [torch.tensor([i in kept for i in range(4)]) for kept in combinations(range(4), 2)]
 TILES = [torch.stack(rows) for rows in product(ROWS, repeat=4) if (torch.stack(rows).sum(0) == 2).all()]
-CRITERIA = ("magnitude", "wanda", "sparsegpt")
 CONFIGS = {
     "t-sr-ste": Sparse24Config(method="t-sr-ste", mask_interval=10**6, masked_decay=0, dense_tail=0),
     "slope": Sparse24Config(method="slope", initial_mask="transposable"),
