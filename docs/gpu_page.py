@@ -80,6 +80,7 @@ bytes and FLOP, with its assumptions. The weakest one: elementwise kernels take 
 
 ## Changed since then, not timed there
 
+- cuSPARSELt is called directly, with plans that are kept. Python does less in a layer.
 - The layout is looked up once.
 - `auto` leaves a GEMM dense that takes the GPU less time than starting a sparse one takes the host.
 - The keys of random streams are copied without waiting for the GPU.
@@ -94,7 +95,8 @@ compiled before.
 ## Not run
 
 - `make gpu-test` as a whole
-- layers, MLP blocks, the papers' sizes, Llama 1B and GPT-2 in the Trainer
+- one layer forward and backward, Llama 1B and GPT-2, steps of several micro-batches, memory, 8-bit GEMMs: `make gpu`
+  has them now
 - decoding and packed weights, but for their check on first use
 - `torch.compile` and CUDA graphs of a whole step
 - any other GPU

@@ -32,6 +32,7 @@ class Cuda:
         self.facts = {"device": self.name, "memory_bytes": properties.total_memory, "l2_bytes": self.l2_bytes}
         self.facts |= {"cuda": torch.version.cuda, "driver": answer(*NVIDIA_SMI, "--query-gpu=driver_version")}
         self.facts |= {"triton": version("triton"), "cusparselt": str(cusparselt.version())}
+        self.facts["calls of cusparselt"] = cusparselt.way(self.device)
 
     def clocks(self) -> str | None:
         """Clocks, power and temperature now; None where nvidia-smi does not tell."""

@@ -85,10 +85,12 @@ class Steps(Section):
 
         row = run.compare({way: partial(make, way) for way in WAYS}, run.machine.eager, ROUNDS)
         kernels = {way: partial(run.machine.kernels, step) for way, step in steps.items()}
-        for way, found in run.made(kernels, str(entry), {}).items():
+        failed: dict[str, Row] = {}
+        for way, found in run.made(kernels, str(entry), failed).items():
             sparse = sum(count for name, (count, _) in found.items() if SPARSE_GEMM.search(name))
             row["facts"] |= {f"{way}: sparse GEMMs": sparse, f"{way}: kernels": found}
             row["facts"][f"{way}: GPU busy, ms"] = sum(us for _, us in found.values()) / 1e3
+        row["facts"] |= {f"{way}: kernels": error for way, error in failed.items()}
         return row
 
 
