@@ -3,7 +3,8 @@
 import sys
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from . import reference
 from .checks import check_device, check_floating, check_mask, described
@@ -41,8 +42,18 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
         raise ValueError(f"masked_decay_ needs gradient and weight of one shape, got {got}")
     check_mask("masked_decay_", mask, weight)
     check_device("masked_decay_", grad, weight, mask)
-    decay = reference.decay.masked_decay_
-    if grad.device.type == "cpu" and not torch.compiler.is_compiling():
-        decay = implementation("masked_decay_", grad)
-    decay(grad, weight, mask, float(alpha))
+    if _is_plain(grad, weight):
+        implementation("masked_decay_", grad)(grad, weight, mask, float(alpha))
+        increment_version(grad)
+    else:
+        reference.decay.masked_decay_(grad, weight, mask, float(alpha))
     return grad
+
+
+def _is_plain(grad: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel may write into `grad`, which autograd and tracing would not see."""
+    if torch.compiler.is_compiling() or grad.is_inference():
+        return False
+    if torch.is_grad_enabled() and (grad.requires_grad or weight.requires_grad):
+        return False
+    return all(type(x) in (Tensor, nn.Parameter) for x in (grad, weight))

@@ -3,6 +3,9 @@
 import pytest
 import sparse24_kernels as kernels
 import torch
+from sparse24_kernels import gpu, reference
+from sparse24_kernels.dispatch import KERNEL_DTYPES
+from sparse24_kernels.hard_problems import compare
 
 
 def test_operands_that_do_not_fit_are_told():
@@ -20,3 +23,13 @@ def test_masked_decay():
     grad, weight = torch.tensor([1.0, 1.0]), torch.tensor([10.0, -20.0])
     returned = kernels.masked_decay_(grad, weight, torch.tensor([True, False]), 0.1)
     assert grad.tolist() == [1.0, -1.0] and returned is grad
+
+
+@pytest.mark.parametrize("of", KERNEL_DTYPES)
+@pytest.mark.parametrize("to", KERNEL_DTYPES)
+def test_the_kernel_of_any_dtypes_and_layouts(of, to):
+    for shape, alpha in (((5, 16), 0.3), ((3, 7), -1e-3), ((130, 40), 1e4), ((0, 8), 1.0)):
+        grad, weight = torch.randn(shape).to(to), torch.randn(shape).to(of)
+        for mask in (weight > 0.3, reference.masks.pack_bits(weight > 0.3)):
+            for layout in (torch.clone, lambda x: x.t().contiguous().t()):
+                assert compare("masked_decay_", gpu.decay.masked_decay_, (layout(grad), weight, mask, alpha)) == ""

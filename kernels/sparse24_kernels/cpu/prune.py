@@ -4,8 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch import Tensor
 
 from .. import reference
 from ..formats import FORMS, OPERAND_MULTIPLE, empty_mask, form_shape, mask_bytes
@@ -76,18 +75,12 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> N
     if not _has_decay(grad, weight, alpha):
         return reference.decay.masked_decay_(grad, weight, mask, alpha)
     run("decay" if mask.dtype == torch.bool else "decay-bits", weight, grad, mask=mask, scale=alpha)
-    increment_version(grad)
 
 
 def _has_decay(grad: Tensor, weight: Tensor, alpha: float) -> bool:
-    """Whether the kernel, in fp32 and with fused multiply-add, may write into `grad` what PyTorch would, which autograd
-    and tracing do not see."""
-    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in (grad, weight))
-    if not plain or grad.shape != weight.shape or not grad.is_contiguous() or grad.is_inference():
-        return False
-    if torch.is_grad_enabled() and (grad.requires_grad or weight.requires_grad):
-        return False
-    return abs(alpha) <= torch.finfo(torch.float32).max and loaded().path != "portable"
+    """Whether the kernel, in fp32 and with fused multiply-add, writes into `grad` what PyTorch would."""
+    fits = grad.dtype == weight.dtype == torch.float32 and grad.shape == weight.shape and grad.is_contiguous()
+    return fits and abs(alpha) <= torch.finfo(torch.float32).max and loaded().path != "portable"
 
 
 def packed(x: Tensor, rule: str, form: str, **arguments: Any) -> Tensor:
