@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from sparse24_kernels import Pattern, dispatch, first_use
 from sparse24_kernels.dispatch import choose_kernels
-from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, direct, linear_problem, plan_packed
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_packed
 from sparse24_kernels.gemm.planning import choose_backend
 from torch import nn
 
@@ -76,9 +76,7 @@ def checks(device: torch.device, again: bool = False) -> list[Checked]:
         running = [each for each in dispatch.IMPLEMENTATIONS if not each.unsupported(device, dtype)]
         subjects += [dispatch.subject(each, device, dtype) for each in running]
         if not (cusparselt.unsupported_device(device) or cusparselt.unsupported_matrix(128, 128, dtype)):
-            is_loaded = not isinstance(direct.load(), str)
-            subjects += [cusparselt.direct_subject(device, dtype)] if is_loaded else []
-            subjects.append(autotune.subject(device, dtype))
+            subjects.append(cusparselt.subject(device, dtype, cusparselt.checked(device)))
     if again:
         found = first_use.check_in_child(subjects)
     else:

@@ -74,7 +74,7 @@ def verdict(subject: Subject, operator: str) -> str:
             if reason:
                 what = f"{operator} of {subject.name} on {facts['device']} ({facts['dtype']})"
                 again = "`hf-sparse24 doctor --check` checks it again"
-                _log.warning(f"{what} failed its check on first use, and PyTorch runs in its place: {reason}. {again}")
+                _log.warning(f"{what} failed its check on first use and is not used: {reason}. {again}")
     return _known[digest, operator]
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Barrier, get_ident
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from sparse24_kernels import first_use, nm_prune
 from sparse24_kernels.cpu.build import BuildError, compiler
-from sparse24_kernels.gemm import autotune, cusparselt, direct, direct_check
+from sparse24_kernels.gemm import autotune, cusparselt, direct, first_check
 
 CPU = torch.device("cpu")
 SOURCE = Path(cslt.__file__).with_name("cusparselt_stand_in.cpp")
@@ -211,7 +212,9 @@ def test_versions_and_symbols_that_are_not_known(build, file, library, monkeypat
     old = Library(build("-DVERSION_0_7"))  # one function is younger
     old.change(minor=7)
     monkeypatch.setattr(direct, "load", lambda: old)
-    assert all(direct_check.first_difference(CPU, torch.bfloat16, each) == "" for each in direct_check.OPERATORS)
+    assert all(
+        first_check.first_difference(CPU, torch.bfloat16, each) == "" for each in ("direct linear 17", "direct mm 3")
+    )
     with pytest.raises(AttributeError, match="cusparseLtMatmul"):
         Library(build("-DcusparseLtMatmul=another"))
 
@@ -225,33 +228,40 @@ def test_what_torch_has_not_loaded_is_not_called():
 def test_the_check_finds_a_bias_that_is_read_too_early_and_results_that_are_wrong(library, monkeypatch):
     def found() -> list[str]:
         library.plans.clear()
-        return [direct_check.first_difference(CPU, torch.float16, each) for each in direct_check.OPERATORS]
+        return [first_check.first_difference(CPU, torch.float16, each) for each in ("direct linear 17", "direct mm 3")]
 
     assert found() == ["", ""]
     library.change(early_bias=True)
-    assert found() == ["wrong numbers, with a bias", ""]
+    assert found()[0].endswith("elements, with a bias") and found()[1] == ""
     library.change()
     right, here = direct.matmul, get_ident()
     monkeypatch.setattr(direct, "matmul", lambda *given: right(*given) + (get_ident() != here))
-    assert found() == 2 * ["wrong numbers in another thread"]
+    assert all(wrong.endswith("elements in another thread") for wrong in found())
 
 
 def test_a_gpu_is_called_directly_where_the_check_passes_and_then_several_are(library, monkeypatch):
-    verdicts = {"direct linear": "", "direct mm": ""}
+    verdicts = {f"direct {gemm}": "" for gemm in ("linear 0", "mm 0", "linear 17", "mm 3")}
     monkeypatch.setattr(first_use, "verdict", lambda subject, operator: verdicts[operator])
     monkeypatch.setattr(cusparselt, "_unsupported_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cusparselt, "_first_gpu", [0])  # torch's operator has run there
+    monkeypatch.setattr(cusparselt, "_first_gpu", [torch.device("cuda", 0)])  # torch's operator has run there
     first, second = (torch.device("cuda", index) for index in (0, 1))
     assert cusparselt.not_direct(torch.device("cuda")) == "" and cusparselt.way(second) == "direct"
     assert cusparselt.unsupported_device(second) is None
-    verdicts["direct mm"] = "wrong numbers"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    start = partial(cusparselt.untuned_algorithm, second, torch.bfloat16)
+    assert (start(True), start(False)) == (17, 3)
+    verdicts["direct linear 17"] = "wrong"
+    assert (start(True), start(False)) == (0, 3)
+    assert autotune.current_environment(second).startswith("GPU, 9.0, None, direct, torch ")
+    assert len(cusparselt.checked(second)) == 4
+    verdicts["direct mm 0"] = "wrong numbers"
     cusparselt._not_direct.clear()
-    assert cusparselt.not_direct(first) == "it failed its check on first use: wrong numbers"
+    assert cusparselt.not_direct(first) == "wrong numbers"
     assert cusparselt.unsupported_device(first) is None
     assert cusparselt.unsupported_device(second) == "cuSPARSELt runs on one GPU in a process, here on cuda:0"
     with pytest.raises(RuntimeError, match="one GPU in a process"):
         cusparselt._take_handle_of_torch(second)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert autotune.current_environment(first).startswith("GPU, 9.0, None, torch, torch ")
+    assert len(cusparselt.checked(first)) == 8

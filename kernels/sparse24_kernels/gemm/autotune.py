@@ -12,7 +12,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from ..cache_folder import cache_folder, file_lock, write_json
 from ..cpu import limits
 from ..cpu.library import loaded
 from . import cpu_kernels, cusparselt
-from .measure import Rejected, check_default, prepare, try_algorithm
+from .measure import Rejected, prepare, try_algorithm
 from .problem import GemmProblem, bucket
 
 FORMAT = 9
@@ -149,19 +149,6 @@ def _table() -> Table:
     except (OSError, RuntimeError) as error:  # such as a folder of another user
         warnings.warn(f"{error}: no GEMM is tuned", stacklevel=2)
         return {}
-
-
-@torch.compiler.assume_constant_result
-def wrong_default(device: torch.device, dtype: torch.dtype, transposed: bool) -> str | None:
-    """Why cuSPARSELt's default algorithm is not trusted where nothing was measured; None where it is right."""
-    reason = first_use.verdict(subject(device, dtype), "linear" if transposed else "mm")
-    return f"cuSPARSELt failed its check on first use: {reason}" if reason else None
-
-
-def subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
-    """cuSPARSELt's two GEMMs, to be compared with dense math."""
-    check, made_of = partial(check_default, device, dtype), f"{cusparselt.version()}, {cusparselt.way(device)}"
-    return first_use.Subject("cusparselt", ("linear", "mm"), device, dtype, check, made_of)
 
 
 def tune(

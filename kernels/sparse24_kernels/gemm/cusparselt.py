@@ -11,7 +11,7 @@ Both leave some work to the caller, which is done here:
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from .. import first_use
 from . import direct
-from .direct_check import OPERATORS as DIRECT
-from .direct_check import first_difference as check_direct
+from .first_check import first_difference
 
 MULTIPLE = 128
 """m and k must be multiples of this. The library takes those of 16, too, and pads some; none was measured to win."""
@@ -37,8 +36,8 @@ _log = logging.getLogger(__name__)
 def unsupported_device(device: torch.device) -> str | None:
     """Why cuSPARSELt cannot run on `device`, or None where it can."""
     reason = _unsupported_device(device)
-    if reason is None and _first_gpu and _index(device) != _first_gpu[0] and not_direct(device):
-        return _one_gpu()
+    if reason is None and _first_gpu and _indexed(device) != _first_gpu[0] and not_direct(device):
+        return f"cuSPARSELt runs on one GPU in a process, here on {_first_gpu[0]}"
     return reason
 
 
@@ -69,21 +68,38 @@ def version() -> int | None:
     return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
 
 
-_first_gpu: list[int] = []
+_first_gpu: list[torch.device] = []
 _not_direct: dict[torch.device, str] = {}
 
 
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+def _indexed(device: torch.device) -> torch.device:
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def not_direct(device: torch.device) -> str:
-    """Why torch's operators call the library for `device`; "" where `direct.py` does, right on first use."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", _index(device))
+    """Why torch's operators call the library for `device`; "" where `direct.py` does."""
+    device = _indexed(device)
     if device not in _not_direct:
-        _not_direct[device] = _refusal(device)
+        library = direct.load()
+        reason = library if isinstance(library, str) else ""
+        checks = [(dtype, f"direct {gemm}") for dtype in DTYPES for gemm in ("linear 0", "mm 0")]
+        for dtype, operator in checks if device.type == "cuda" else ():
+            reason = reason or first_use.verdict(subject(device, dtype), operator)
+        _not_direct[device] = reason
     return _not_direct[device]
+
+
+def subject(device: torch.device, dtype: torch.dtype, operators: Sequence[str] = ()) -> first_use.Subject:
+    """The library's GEMMs, to be compared with exact results."""
+    check = partial(first_difference, device, dtype)
+    return first_use.Subject("cusparselt", operators, device, dtype, check, str(version()))
+
+
+def checked(device: torch.device) -> list[str]:
+    """All that is compared on first use, as `first_difference` takes it: by the way that runs, and by direct calls."""
+    ways = dict.fromkeys((*(() if isinstance(direct.load(), str) else ("direct",)), way(device)))
+    return [f"{each} {gemm}" for each in ways for transposed in (True, False) for gemm in _starts(device, transposed)]
 
 
 def way(device: torch.device) -> str:
@@ -91,17 +107,21 @@ def way(device: torch.device) -> str:
     return "torch" if not_direct(device) else "direct"
 
 
-def _refusal(device: torch.device) -> str:
-    library = direct.load()
-    if device.type != "cuda" or isinstance(library, str):
-        return library if isinstance(library, str) else f"a {device.type} has no library"
-    verdicts = (first_use.verdict(direct_subject(device, dtype), each) for dtype in DTYPES for each in DIRECT)
-    return next((f"it failed its check on first use: {reason}" for reason in verdicts if reason), "")
+@torch.compiler.assume_constant_result
+def untuned_algorithm(device: torch.device, dtype: torch.dtype, transposed: bool) -> int | str:
+    """The algorithm to run where nothing was measured, which is right on first use, or why there is none."""
+    for gemm in _starts(device, transposed):
+        reason = first_use.verdict(subject(device, dtype), f"{way(device)} {gemm}")
+        if not reason:
+            return int(gemm.split()[1])
+    return f"cuSPARSELt failed its check on first use: {reason}"
 
 
-def direct_subject(device: torch.device, dtype: torch.dtype) -> first_use.Subject:
-    """The direct calls of the library, to be compared with exact results."""
-    return first_use.Subject("cusparselt", DIRECT, device, dtype, partial(check_direct, device, dtype), str(version()))
+def _starts(device: torch.device, transposed: bool) -> tuple[str, ...]:
+    """GEMM and algorithm: the default, and on Hopper before it what was fastest of almost all sizes on an H100."""
+    default, fastest = ("linear 0", "linear 17") if transposed else ("mm 0", "mm 3")
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return (fastest, default) if is_hopper else (default,)
 
 
 def _run(device: torch.device, call: Callable[[direct.Library], Tensor], by_torch: Callable[[], Tensor]) -> Tensor:
@@ -125,15 +145,9 @@ def _run(device: torch.device, call: Callable[[direct.Library], Tensor], by_torc
 
 
 def _take_handle_of_torch(device: torch.device) -> None:
-    if device.type == "cuda":
-        if not _first_gpu:
-            _first_gpu.append(_index(device))
-        if _first_gpu[0] != _index(device):
-            raise RuntimeError(_one_gpu())
-
-
-def _one_gpu() -> str:
-    return f"cuSPARSELt runs on one GPU in a process, here on cuda:{_first_gpu[0]}"
+    _first_gpu[:] = _first_gpu or [device]
+    if device != _first_gpu[0]:
+        raise RuntimeError(f"cuSPARSELt runs on one GPU in a process, here on {_first_gpu[0]}")
 
 
 def compressed_columns(k: int) -> int:

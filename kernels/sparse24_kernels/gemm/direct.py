@@ -6,8 +6,6 @@ from the headers of 0.7.1, 0.8.0, 0.8.1 and 0.10.0, which agree:
 * Structs are opaque, 1024 bytes at most, at multiples of 16. The library keeps pointers between them: they never move.
 * A handle belongs to the device that is current when it is made and to one thread, and so does what is made with it.
 * A GEMM is asynchronous. Its call reads alpha, beta and the stream on the host, and the bias' address in a descriptor.
-
-`direct_check.py` compares it with exact results before it is used; `cusparselt.py` has torch's operators in its place.
 """
 
 import ctypes
@@ -20,12 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-PLANS = 1024
-"""That a thread keeps. Of more, the least recently used are dropped."""
-
-VERSIONS = ((0, 7), (0, 10))
-"""The first and the last whose header was read."""
-
+PLANS = 1024  # that a thread keeps; of more, the least recently used are dropped
+VERSIONS = ((0, 7), (0, 10))  # the first and the last whose header was read
 _STRUCT = 1024
 _DTYPES = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType
 _ROW, _COLUMN = 2, 1  # cusparseOrder_t

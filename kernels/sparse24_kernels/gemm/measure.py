@@ -22,8 +22,8 @@ from torch import Tensor
 from .. import reference
 from ..hard_problems import nan_in_new_memory
 from . import cusparselt
-from .direct_check import capture
-from .problem import GemmProblem, bucket_start, linear_problem, mm_problem
+from .first_check import capture
+from .problem import GemmProblem, bucket_start
 
 MOST_ERROR = 4.0
 """The largest error of an element, in units of what rounding the result and summing in fp32 can cause: about 1.5."""
@@ -107,17 +107,6 @@ def _checked(case: Case, algorithm: int, bias: Tensor | None) -> Tensor:
     return result
 
 
-@torch.no_grad()
-def check_default(device: torch.device, dtype: torch.dtype, operator: str) -> str:
-    """The reason why cuSPARSELt's default algorithm is wrong on a small "linear" or "mm"; "" where it is right."""
-    problem = linear_problem(48, 256, 128, dtype) if operator == "linear" else mm_problem(256, 48, 128, dtype)
-    try:
-        check(prepare(problem, device), 0)
-    except Rejected as error:
-        return str(error)
-    return ""
-
-
 def try_algorithm(cases: list[Case], algorithm: int) -> tuple[float, float, float]:
     """Microseconds that the sparse GEMM takes, and the dense one: medians of samples taken in turns; and the host, to
     start the sparse one. Raises as `check`, and Rejected where a time is impossible."""
@@ -137,11 +126,14 @@ def try_algorithm(cases: list[Case], algorithm: int) -> tuple[float, float, floa
 
 
 def host_us(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Microseconds that the host takes to start a call while the device is busy with others."""
+    """Microseconds that the host takes to start a call while the device is busy with others. One that waits shows."""
     square = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
-    for _ in range(100):  # some 20 ms on an H100
-        square @ square
-    return 1e6 * statistics.median(timeit.repeat(call, number=1, repeat=9))
+
+    def busy() -> None:  # for some 4 ms of an H100
+        for _ in range(20):
+            square @ square
+
+    return 1e6 * statistics.median(timeit.repeat(call, busy, number=1, repeat=9))
 
 
 def sampler(call: Callable[[], Tensor]) -> Callable[[], tuple[float, Tensor]]:

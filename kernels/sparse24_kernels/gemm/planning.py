@@ -40,7 +40,8 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
         backend: a backend's name, or `"auto"`, which asks the backends in order. `"dense"` is dense math.
             `"cusparselt"` runs on Nvidia's sparse tensor cores: under `"auto"` only where a measurement, with checked
             results, says that it is faster and that the GPU need not wait for the host; requested, by the fastest known
-            algorithm even where dense is faster, or by the library's default where nothing was measured. `"cpu"` runs
+            algorithm even where dense is faster, or where nothing was measured by the library's default, on compute
+            capability 9.0 by the one that was fastest there. `"cpu"` runs
             in fp32 on CPUs, under `"auto"` where a measurement says that it is faster. `register_backend` adds others.
 
     Returns:

@@ -60,11 +60,11 @@ class CusparseltBackend(GemmBackend):
         verdict = _verdict(problem, device, requested)
         if isinstance(verdict, str):
             return verdict
-        algorithm, wrong = verdict.algorithm, None
+        algorithm: int | str | None = verdict.algorithm
         if not verdict.measured:
-            algorithm, wrong = 0, autotune.wrong_default(device, problem.dtype, problem.transposed)
-        if algorithm is None or wrong:
-            return f"requested; {wrong or verdict.reason}"
+            algorithm = cusparselt.untuned_algorithm(device, problem.dtype, problem.transposed)
+        if not isinstance(algorithm, int):
+            return f"requested; {algorithm or verdict.reason}"
         form = "sm90" if kernels_compress(device, problem.dtype) else "dense"
         return GemmPlan(self, verdict.reason, algorithm, form)
 
