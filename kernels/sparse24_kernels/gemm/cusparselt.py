@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import first_use
+from ..operators import register
 from . import direct
 from .first_check import first_difference
 
@@ -155,8 +156,7 @@ def compressed_columns(k: int) -> int:
     return k * 9 // 16
 
 
-@torch.library.custom_op("sparse24::cslt_compress", mutates_args=())
-def compress(matrix: Tensor) -> Tensor:
+def _compress(matrix: Tensor) -> Tensor:
     """A 2:4 matrix `[m, k]` in the library's own layout `[m, compressed_columns(k)]`.
 
     Rows are not rows of the matrix. The layout belongs to this device and library version: never save it.
@@ -173,11 +173,14 @@ def compress(matrix: Tensor) -> Tensor:
     return compressed
 
 
-compress.register_fake(lambda matrix: matrix.new_empty(len(matrix), compressed_columns(matrix.shape[1])))
+compress = register(
+    "sparse24::cslt_compress",
+    _compress,
+    lambda matrix: matrix.new_empty(len(matrix), compressed_columns(matrix.shape[1])),
+)
 
 
-@torch.library.custom_op("sparse24::cslt_mm", mutates_args=())
-def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int = 0) -> Tensor:
+def _matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int = 0) -> Tensor:
     """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
 
     `dense` is `[k, n]`, and with `transposed` the transpose of a row-major `[n, k]` (other strides are copied); `bias`
@@ -209,10 +212,12 @@ def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: b
     return result
 
 
-@matmul.register_fake
-def _(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int = 0) -> Tensor:
+def _fake_matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, *_: int) -> Tensor:
     m, n = compressed.shape[0], dense.shape[1]
     return dense.new_empty((n, m) if transposed else (m, n))
+
+
+matmul = register("sparse24::cslt_mm", _matmul, _fake_matmul)
 
 
 def search(compressed: Tensor, dense: Tensor, transposed: bool) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..dispatch import choose_kernels
 from ..formats import Packed
-from ..operators import Pruning
+from ..operators import Pruning, not_differentiable
 from ..prune import prune_forms
 from . import autotune, cpu_kernels, cusparselt
 from .backend import GemmBackend, GemmPlan, Operand
@@ -75,15 +75,16 @@ class CusparseltBackend(GemmBackend):
             raise ValueError(f"compress: no compressed form: {reason}")
         if kernels_compress(matrix.device, matrix.dtype):  # the two largest of a group are what is there
             return Operand(prune_forms(matrix, ["sm90"])[0])
-        return Operand(cusparselt.compress(matrix))
+        return Operand(not_differentiable(cusparselt.compress, matrix))
 
     def linear(self, x: Tensor, weight: Operand, bias: Tensor | None, plan: GemmPlan) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        result = cusparselt.matmul(weight.values, rows.t(), bias, True, plan.algorithm or 0)
+        operands = weight.values, rows.t(), bias
+        result = not_differentiable(cusparselt.matmul, *operands, True, plan.algorithm or 0)
         return result.view(*x.shape[:-1], len(weight.values))
 
     def mm(self, sparse: Operand, dense: Tensor, plan: GemmPlan) -> Tensor:
-        return cusparselt.matmul(sparse.values, dense, None, False, plan.algorithm or 0)
+        return not_differentiable(cusparselt.matmul, sparse.values, dense, None, False, plan.algorithm or 0)
 
 
 @torch.compiler.assume_constant_result
