@@ -162,7 +162,8 @@ def test_a_frozen_packed_weight_is_compressed_once(stand_in):  # noqa: F811
         return stand_in.compressed - before
 
     with torch.inference_mode():
-        assert compressions(own) == 1
+        assert compressions(own) == 1 and compressions(kernels.Packed(own.values.clone(), own.mask)) == 2  # no version
+    assert not any(operand.values.is_inference() for _, operand in matmul._compressed.values())
     assert (compressions(own), compressions(other), compressions(own), len(matmul._compressed)) == (0, 1, 0, 2)
     for write in (lambda: own.values.mul_(2), lambda: own.mask.copy_(other.mask)):
         write()
@@ -170,8 +171,7 @@ def test_a_frozen_packed_weight_is_compressed_once(stand_in):  # noqa: F811
     for tensor in own[:2]:
         tensor.data = tensor.clone()
         assert compressions(own) == 1
-    quantized = kernels.quantize_packed(own)
-    assert compressions(quantized) == 1
+    assert compressions(quantized := kernels.quantize_packed(own)) == 1
     quantized.scales.mul_(2)
     assert compressions(quantized) == 1
     own.values.requires_grad_()  # it trains
