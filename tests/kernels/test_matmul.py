@@ -171,8 +171,8 @@ def test_a_frozen_packed_weight_is_compressed_once(stand_in):  # noqa: F811
     for tensor in own[:2]:
         tensor.data = tensor.clone()
         assert compressions(own) == 1
-    assert compressions(quantized := kernels.quantize_packed(own)) == 1
-    quantized.scales.mul_(2)
+    quantized = kernels.quantize_packed(own)
+    assert compressions(quantized) == 1 and quantized.scales.mul_(2) is quantized.scales
     assert compressions(quantized) == 1
     own.values.requires_grad_()  # it trains
     with torch.no_grad():
