@@ -13,6 +13,7 @@ Both leave some work to the caller, which is done here:
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -83,10 +84,9 @@ def not_direct(device: torch.device) -> str:
     device = _indexed(device)
     if device not in _not_direct:
         library = direct.load()
-        reason = library if isinstance(library, str) else ""
-        checks = [(dtype, f"direct {gemm}") for dtype in DTYPES for gemm in ("linear 0", "mm 0")]
-        for dtype, operator in checks if device.type == "cuda" else ():
-            reason = reason or first_use.verdict(subject(device, dtype), operator)
+        reason = library if isinstance(library, str) else "" if device.type == "cuda" else "the library needs a GPU"
+        for dtype, gemm in product(DTYPES, ("linear 0", "mm 0")):
+            reason = reason or first_use.verdict(subject(device, dtype), f"direct {gemm}")
         _not_direct[device] = reason
     return _not_direct[device]
 
@@ -129,12 +129,10 @@ def _run(device: torch.device, call: Callable[[direct.Library], Tensor], by_torc
     """What the library computes, called directly or by torch's operator. That repeats what fails directly, and raises
     where it fails too; where it succeeds, direct calls have failed for this process."""
     reason, library = not_direct(device), direct.load()
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _run(device, call, by_torch)
     if not reason and not isinstance(library, str):
         try:
-            return call(library)
+            with torch.cuda.device(device if device.type == "cuda" else -1):
+                return call(library)
         except direct.Failed as error:
             reason = f"{error}, where torch's operator does not fail"
     _take_handle_of_torch(device)

@@ -25,28 +25,15 @@ _DTYPES = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType
 _ROW, _COLUMN = 2, 1  # cusparseOrder_t
 _COMPUTE_32F = 2  # cusparseComputeType
 _BIAS, _ALGORITHM = 8, 0  # CUSPARSELT_MATMUL_BIAS_POINTER, CUSPARSELT_MATMUL_ALG_CONFIG_ID
-_MATRIX = "MatDescriptorDestroy"
+_MATRIX, _FROM_0_8 = "MatDescriptorDestroy", "MatmulAlgSelectionDestroy"
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "u": ctypes.c_uint32, "z": ctypes.c_size_t}
-_FUNCTIONS = {
-    "GetProperty": "ip",
-    "Init": "p",
-    "Destroy": "p",
-    "StructuredDescriptorInit": "pplllu iii",
-    "DenseDescriptorInit": "pplllu ii",
-    _MATRIX: "p",
-    "SpMMACompressedSize2": "pp pp",
-    "SpMMACompress2": "pp ii ppp p",
-    "MatmulDescriptorInit": "pp ii pppp i",
-    "MatmulDescSetAttribute": "pp ipz",
-    "MatmulAlgSelectionInit": "ppp i",
-    "MatmulAlgSetAttribute": "pp ipz",
-    "MatmulAlgSelectionDestroy": "p",  # from 0.8.0 on
-    "MatmulPlanInit": "pppp",
-    "MatmulGetWorkspace": "ppp",
-    "MatmulPlanDestroy": "p",
-    "Matmul": "pp ppp ppp p pi",
-}
+_FUNCTIONS = """
+GetProperty:ip Init:p Destroy:p StructuredDescriptorInit:ppllluiii DenseDescriptorInit:ppllluii MatDescriptorDestroy:p
+SpMMACompressedSize2:pppp SpMMACompress2:ppiipppp MatmulDescriptorInit:ppiippppi MatmulDescSetAttribute:ppipz
+MatmulAlgSelectionInit:pppi MatmulAlgSetAttribute:ppipz MatmulAlgSelectionDestroy:p MatmulPlanInit:pppp
+MatmulGetWorkspace:ppp MatmulPlanDestroy:p Matmul:ppppppppppi
+"""
 
 
 class Failed(RuntimeError):
@@ -61,10 +48,10 @@ class Library(threading.local):
 
     def __init__(self, name: str, mode: int):
         loaded, self.functions = ctypes.CDLL(name, mode), {}
-        for function, types in _FUNCTIONS.items():
-            if function != "MatmulAlgSelectionDestroy" or hasattr(loaded, f"cusparseLt{function}"):
+        for function, types in (each.split(":") for each in _FUNCTIONS.split()):
+            if function != _FROM_0_8 or hasattr(loaded, f"cusparseLt{function}"):
                 self.functions[function] = getattr(loaded, f"cusparseLt{function}")
-                self.functions[function].argtypes = [_TYPES[each] for each in types.replace(" ", "")]
+                self.functions[function].argtypes = [_TYPES[each] for each in types]
         version = (ctypes.c_int * 3)()
         for part in range(3):
             self.call("GetProperty", part, ctypes.addressof(version) + 4 * part)
@@ -80,6 +67,7 @@ class Library(threading.local):
     def structs(self, device: torch.device, most: int) -> "_Structs":
         """Memory for structs, with the handle of a device, which is the current one."""
         if device not in self.handles:
+            torch.zeros(1, device=device)  # a new thread has no context before its first launch
             handle = _Structs(self, None, 1)
             handle.make("Init", "Destroy")
             self.handles[device] = handle
@@ -132,7 +120,7 @@ class _Plan:
         self.matmul = make("MatmulDescriptorInit", "", 0, transposed, sparse, dense, result, result, _COMPUTE_32F)
         self.bias, self.stream = ctypes.c_void_p(), ctypes.c_void_p()
         self.set_bias(bias)
-        selection = make("MatmulAlgSelectionInit", "MatmulAlgSelectionDestroy", self.matmul, 0)
+        selection = make("MatmulAlgSelectionInit", _FROM_0_8, self.matmul, 0)
         number, size = ctypes.c_int(algorithm), ctypes.c_size_t()
         self.call("MatmulAlgSetAttribute", self.handle, selection, _ALGORITHM, ctypes.addressof(number), 4)
         self.plan = make("MatmulPlanInit", "MatmulPlanDestroy", self.matmul, selection)

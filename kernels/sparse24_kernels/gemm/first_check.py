@@ -32,14 +32,18 @@ def first_difference(device: torch.device, dtype: torch.dtype, operator: str) ->
     biases = [None, whole(256), whole(256)] if is_linear else [None]
     right = matrix.double() @ dense.double()
 
-    def results() -> list[Tensor]:
-        with nan_in_new_memory(), torch.cuda.device(device if device.type == "cuda" else -1):
-            if way == "torch" or isinstance(library, str):
-                compressed = torch._cslt_compress(matrix).view(len(matrix), -1)
-                multiply = partial(torch._cslt_sparse_mm, transpose_result=is_linear, alg_id=algorithm)
-                return [multiply(compressed, dense, bias=bias) for bias in biases]
+    on_device = device if device.type == "cuda" else -1
+    with torch.cuda.device(on_device):
+        if way == "torch" or isinstance(library, str):
+            compressed = torch._cslt_compress(matrix).view(len(matrix), -1)
+            multiply = partial(torch._cslt_sparse_mm, transpose_result=is_linear, alg_id=algorithm)
+        else:
             compressed = direct.compress(library, matrix)
-            return [direct.matmul(library, compressed, dense, bias, is_linear, algorithm) for bias in biases]
+            multiply = partial(direct.matmul, library, transposed=is_linear, algorithm=algorithm)
+
+    def results() -> list[Tensor]:
+        with nan_in_new_memory(), torch.cuda.device(on_device):
+            return [multiply(compressed, dense, bias=bias) for bias in biases]
 
     def of_another_thread() -> list[Tensor]:
         with ThreadPoolExecutor(1) as pool:
