@@ -52,7 +52,8 @@ class Sparse24Controller:
         total_steps: optimizer steps of the whole run, finished ones included.
         seed: of MVUE's random streams, >= 0, the same on all processes: they draw independently of each other.
         step: optimizer steps already done, when resuming.
-        metrics_interval: the flip rate is measured at step 1 and at multiples of this, by two computations of masks.
+        metrics_interval: the flip rate is measured at step 1 and at multiples of this, by masks of before the step, and
+            of after it where the rate is read.
 
     Raises:
         ValueError: the model, its optimizer or its engine cannot train as it is, or a number is out of its range.

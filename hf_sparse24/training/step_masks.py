@@ -11,7 +11,7 @@ from transformers import TrainerState, TrainingArguments
 from ..extensions import adapters_in
 from ..run import SparseRun, set_phase
 from ..weights.rules import method_mask
-from ..weights.sharding import compute_device, local, total
+from ..weights.sharding import compute_device, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from ..weights.storage import layer_name
 
@@ -19,8 +19,7 @@ from ..weights.storage import layer_name
 class StepMasks:
     """The masks and the state of a run's sparse weights around each optimizer step.
 
-    `flips` says how many entries of each weight have entered or left its mask: by name 0-d tensors, over all processes;
-    empty before the first measurement. All processes must call what measures.
+    All processes must call what measures.
     """
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
@@ -28,7 +27,7 @@ class StepMasks:
         adapted = (module.get_base_layer() for module in adapters_in(model))
         self._below = [weight for layer in adapted for weight in sparse_weights(layer).values()]
         self._find_trained()
-        self.flips: dict[str, Tensor] = {}
+        self._flips: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}  # the masks, as packed bits, from which on flips are measured
 
@@ -45,6 +44,8 @@ class StepMasks:
         # Where masks change at refreshes alone, `finish_step` measures their flips.
         if measures_flips and not self._run.method.flips_at_refresh:
             self._before = {name: self.mask(name) for name in first_of_each(self._weights)}
+        elif self._before:  # the last chance to count those of an earlier step
+            self._count()
         for weight in self._weights.values():
             weight.clear_encodings()  # the optimizer can use the memory
 
@@ -65,13 +66,30 @@ class StepMasks:
                 self._before = {name: weight.local_mask(packed=True) for name, weight in self.trained.items()}
             for weight in self.trained.values():
                 weight.init_state()
-        if self._before:  # of a step and of the refresh after it
-            after = [self._weights[name].local_mask(packed=True) for name in self._before]
-            counts = list(count_flips(list(self._before.values()), after))
-            self.flips = dict(zip(self._before, total(counts, [self._weights[name].master for name in self._before])))
-            self._before = {}
         if method.keeps_zeros and not is_dense:
             self._zero_dropped()
+        # Of a step and of the refresh after it. Where weights are sharded all processes count; `flips` may be read by
+        # one. Otherwise they are counted when somebody reads them.
+        if any(is_sharded(self._weights[name].master) for name in self._before):
+            self._count()
+
+    @property
+    def flips(self) -> dict[str, Tensor]:
+        """How many entries of each weight entered or left its mask in the last measured step or refresh: by name 0-d
+        tensors, over all processes; empty before the first."""
+        if self._before:
+            self._count()
+        return self._flips
+
+    @flips.setter
+    def flips(self, flips: dict[str, Tensor]) -> None:
+        self._flips, self._before = flips, {}
+
+    @torch.no_grad()
+    def _count(self) -> None:
+        masters = [self._weights[name].master for name in self._before]
+        after = [self._weights[name].local_mask(packed=True) for name in self._before]
+        self.flips = dict(zip(self._before, total(list(count_flips([*self._before.values()], after)), masters)))
 
     def flip_rates(self) -> dict[str, float]:
         """The share of a weight's entries that have flipped, by its layer; of a shared weight, by the first of them."""

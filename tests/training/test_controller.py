@@ -7,12 +7,14 @@ import sparse24_kernels as kernels
 import sparse_models
 import torch
 import zoo
+from sparse24_kernels.masks import count_flips
 from torch import nn
 from transformers.optimization import Adafactor
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.methods import StepAdamW, step_param_groups
 from hf_sparse24.metrics import is_nm_sparse, kept_magnitude
+from hf_sparse24.training import step_masks
 from hf_sparse24.weights.sparse_weight import SparseWeight
 from hf_sparse24.weights.storage import layer_name
 
@@ -192,6 +194,24 @@ def test_flip_rate_is_per_step(method):
     assert controller.metrics()["sparse_phase"] == 1.0
     values = torch.cat([weight.parameter.detach().flatten() for weight in weights.values()])
     assert controller.metrics()["kept_magnitude"] == pytest.approx(kept_magnitude(values, after))
+
+
+def test_flips_are_counted_when_they_are_read_or_before_weights_change_again(monkeypatch):
+    counts: list[int] = []
+    monkeypatch.setattr(step_masks, "count_flips", lambda *masks: counts.append(1) or count_flips(*masks))
+    rates = []
+    for interval, reads in ((1, False), (3, False), (3, True)):
+        torch.manual_seed(0)
+        model, optimizer = patched("ste", lr=0.05)
+        controller = Sparse24Controller(model, optimizer, total_steps=10, metrics_interval=interval)
+        for step in range(5):
+            run_step(model, optimizer, controller, step)
+            if reads and step == 2:
+                controller.metrics()
+        assert len(counts) == {1: 0, 3: 2}[interval]  # of steps 1 and 3 each, where 4 and 5 do not measure
+        rates.append(controller.metrics()["flip_rate"])
+        counts.clear()
+    assert rates[1] == rates[2] != rates[0]
 
 
 def test_flip_rate_of_refreshed_masks_is_per_refresh():
