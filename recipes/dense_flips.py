@@ -21,12 +21,7 @@ class DenseFlipRateCallback(TrainerCallback):
 
     Give it to a plain `Trainer`; the model stays dense. Flips are measured as in sparse training: in step 1 and in
     those that log, or from one mask refresh to the next where the method changes masks there alone (`"t-sr-ste"`).
-
-    Args:
-        config: whose masks, and of which layers. A sparse run with this config is what the rates compare with.
-
-    Raises:
-        ValueError: no config, or one of a method that keeps its masks; when training starts, a patched model.
+    ValueError: no config, or one of a method that keeps its masks; when training starts, a patched model.
 
     Reference: Hu et al. 2024 (arXiv 2404.01847), sections 3 and 4.3: sparse training should flip masks somewhat less.
     """

@@ -9,15 +9,7 @@ class MissingPackage(ImportError):
 
 
 def require(name: str, extra: str) -> ModuleType:
-    """Import a package, or say which command installs it.
-
-    Args:
-        name: of the package, as it is imported.
-        extra: of `setup.cfg` that lists it.
-
-    Raises:
-        MissingPackage: it is not installed.
-    """
+    """Import a package that an `extra` of `setup.cfg` lists. MissingPackage: it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -30,14 +30,8 @@ PROCESSOR = {
 
 
 def prepare(directory: str | os.PathLike) -> Path:
-    """Write the data set and the processor into `directory`, unless they are there already.
-
-    Args:
-        directory: made if absent; afterwards holds `train.parquet`, `validation.parquet` and `processor`.
-
-    Returns:
-        `directory`.
-    """
+    """Write `train.parquet`, `validation.parquet` and `processor` into `directory`, made if absent, and return it,
+    unless they are there already."""
     directory = Path(directory)
     settings = {"sklearn": sklearn.__version__}
     if stdlib_text.is_finished(directory, settings):

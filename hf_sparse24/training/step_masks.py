@@ -17,10 +17,8 @@ from ..weights.storage import layer_name
 
 
 class StepMasks:
-    """The masks and the state of a run's sparse weights around each optimizer step.
-
-    All processes must call what measures.
-    """
+    """The masks and the state of a run's sparse weights around each optimizer step. All processes must call what
+    measures."""
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
         self._model, self._run, self._weights = model, run, weights
