@@ -93,8 +93,14 @@ def not_direct(device: torch.device) -> str:
 
 def subject(device: torch.device, dtype: torch.dtype, operators: Sequence[str] = ()) -> first_use.Subject:
     """The library's GEMMs, to be compared with exact results."""
-    check = partial(first_difference, device, dtype)
+    check = partial(_first_difference, device, dtype)
     return first_use.Subject("cusparselt", operators, device, dtype, check, str(version()))
+
+
+def _first_difference(device: torch.device, dtype: torch.dtype, operator: str) -> str:
+    if operator.startswith("torch"):
+        _take_handle_of_torch(device)
+    return first_difference(device, dtype, operator)
 
 
 def checked(device: torch.device) -> list[str]:
@@ -137,15 +143,16 @@ def _run(device: torch.device, call: Callable[[direct.Library], Tensor], by_torc
             reason = f"{error}, where torch's operator does not fail"
     _take_handle_of_torch(device)
     result = by_torch()
-    if not _not_direct[device]:
+    if reason != _not_direct[device]:
         _not_direct[device] = reason
         _log.warning(f"cuSPARSELt is not called directly any more: {reason}")
     return result
 
 
 def _take_handle_of_torch(device: torch.device) -> None:
-    _first_gpu[:] = _first_gpu or [device]
-    if device != _first_gpu[0]:
+    if device.type == "cuda" and not _first_gpu:
+        _first_gpu.append(device)
+    if device.type == "cuda" and device != _first_gpu[0]:
         raise RuntimeError(f"cuSPARSELt runs on one GPU in a process, here on {_first_gpu[0]}")
 
 
