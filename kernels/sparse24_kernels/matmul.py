@@ -17,8 +17,7 @@ from .gemm.problem import linear_problem
 from .gemm.sparse_backends import CUSPARSELT
 
 _DENSE = GemmPlan(DENSE, "no plan was given")
-_compressed = WeakIdKeyDictionary()
-"""What `_encoded` keeps of frozen packed weights, by their values: it goes with them."""
+_compressed = WeakIdKeyDictionary()  # what `_encoded` keeps, by the values of the packed weight: it goes with them
 
 
 def sparse_linear(
@@ -117,24 +116,21 @@ def packed_layer(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tenso
 
 def _encoded(packed: Packed, plan: GemmPlan) -> Operand:
     """The operand of a packed weight, of a frozen one from memory: compressing takes longer than its GEMM."""
-    if plan.backend is not CUSPARSELT or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    # A CUDA graph runs again without looking.
+    if plan.backend is not CUSPARSELT or traced or (packed.mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return plan.backend.encode(packed)
     tensors = [tensor for tensor in packed[:3] if tensor is not None]
-    if not all(map(_may_be_kept, tensors)):
+    # One of another type may have no values, one that requires a gradient trains, one of inference mode has no version.
+    if any(type(x) not in (Tensor, nn.Parameter) or x.requires_grad or x.is_inference() for x in tensors):
         return plan.backend.encode(packed)
     # A weak reference holds the identity of a freed storage, so another one cannot take it.
-    state = [(StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in tensors]
+    state = [(StorageWeakRef(x.untyped_storage()), x.data_ptr(), x._version) for x in tensors]
     kept = _compressed.get(packed.values)
     if kept is None or kept[0] != state:
         with torch.inference_mode(False):
             kept = _compressed[packed.values] = state, plan.backend.encode(packed)
     return kept[1]
-
-
-def _may_be_kept(tensor: Tensor) -> bool:
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.requires_grad or tensor.is_inference():
-        return False  # it may have no values, trains, or has no version
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())  # a graph runs again without looking
 
 
 def _plan_packed(
