@@ -7,6 +7,7 @@ import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
 from sparse_models import keep_encodings, model_of
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights
@@ -134,6 +135,17 @@ def test_compiled_in_one_graph(stand_in):  # noqa: F811
                 run(x[:tokens]).float().square().mean().backward()
             for ours, theirs in zip(model.parameters(), eager.parameters()):
                 torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.slow
+def test_other_lengths_compile_no_more_graphs_than_a_dense_model():
+    for method in SOME:
+        torch._dynamo.reset()
+        graphs = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model_of(method).float(), fullgraph=True, backend=graphs)
+        for tokens in (48, 96, 100, 130, 256):
+            compiled(torch.randn(tokens, 32)).sum().backward()
+        assert graphs.frame_count == 2  # of the first length, and of any
 
 
 @pytest.mark.parametrize("conv1d", [False, True])

@@ -142,6 +142,12 @@ def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
     return Verdict(backend, algorithm, sparse_us, dense_us, reason)
 
 
+@torch.compiler.assume_constant_result
+def is_measured(device: torch.device) -> bool:
+    """Whether anything was measured in the environment of a device."""
+    return any(environment == current_environment(device) for environment, _ in _table())
+
+
 @cache
 def _table() -> Table:
     try:
