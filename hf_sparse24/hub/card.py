@@ -14,8 +14,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.manifest import MANIFEST
-from ..checkpoints.replacing import CONFIG
 from ..extensions import adapters_in
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import is_nm_sparse
@@ -107,7 +105,7 @@ def make_model_card(
         _loading(model, run, format, values, model_id or name),
         "" if is_dense or format != "dense" else _TRAINING_ON,
         _results(metrics_of(ours), metrics_of(dense_control or {}), control_name),
-        _training(run, hyperparameters, plot, format),
+        _training(run, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
         f"{torch.__version__}.",
     ]
@@ -235,16 +233,13 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float], control_name
     return f"## Results\n\n{markdown_table(columns, rows)}" if rows else ""
 
 
-def _training(run: SparseRun, hyperparameters: Mapping[str, object] | None, plot: str | None, format: Format) -> str:
+def _training(run: SparseRun, hyperparameters: Mapping[str, object] | None, plot: str | None) -> str:
     config, pruning = run.config, run.facts.pruning
     about = sys.modules[method_class(config.method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
     fields = {key: repr(value) for key, value in config.fields().items()}
-    if len(config.layer_patterns or ()) > 6:
-        file, key = (CONFIG, "quantization_config") if format == "training" else (MANIFEST, "config")
-        fields["layer_patterns"] = f'json.loads(Path("{file}").read_text())["{key}"]["layer_patterns"]'
     settings = [f"    {key}={value}," for key, value in fields.items()]
     parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
     if pruning:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from sparse24_kernels import Pattern, dispatch, first_use
 from sparse24_kernels.dispatch import choose_kernels
-from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_packed
-from sparse24_kernels.gemm.planning import choose_backend
+from sparse24_kernels.gemm import GemmPlan, GemmProblem, autotune, cusparselt, linear_problem, plan_gemm, plan_packed
 from torch import nn
 
 from ..version import __version__
@@ -35,9 +34,11 @@ def devices() -> list[torch.device]:
 
 def choices(device: torch.device) -> list[tuple[str, str, str]]:
     """Rows of each kind of work on `device`: the work, what runs it, and why."""
+    fastest = torch.float32 if device.type == "cpu" else torch.bfloat16  # of sparse GEMMs
+    plan = plan_gemm(linear_problem(8192, 4096, 4096, fastest), device)
     rows = [
         ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
-        ("GEMMs", *choose_backend(device)),
+        ("GEMMs of 4096 x 4096", plan.backend.name, plan.reason),
         ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")),
     ]
     for dtype, values, pattern in _PACKED:
@@ -50,10 +51,7 @@ def choices(device: torch.device) -> list[tuple[str, str, str]]:
             rows.append((what, "none", str(error)))
     if cusparselt.unsupported_device(device) is None:
         reason = cusparselt.not_direct(device)
-        by_torch = f"which makes a plan in every call: {reason}"
-        rows.append(
-            ("  calls of cuSPARSELt", *(("torch", by_torch) if reason else ("direct", "with plans that are kept")))
-        )
+        rows.append(("  calls of cuSPARSELt", "torch" if reason else "direct", reason or "with plans that are kept"))
     is_slow = cusparselt.version() == 800  # of CUDA 13 builds of torch up to 2.11, on Ada and Hopper
     if is_slow and device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 9), (9, 0)):
         rows.append(("", "warning", "cuSPARSELt 0.8.0 is slow on this GPU: 0.8.1 fixed that"))

@@ -1,7 +1,6 @@
 """Model cards: whether what they say is true, and what they keep of a card that was there."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,8 +55,8 @@ def test_the_counted_zeros_are_those_of_the_export(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["dense", "packed", "training"])
-def test_a_card_counts_the_layers_of_each_pattern(format, tmp_path, monkeypatch):
-    """With a pattern for each layer, the card counts them, and its code reads the file that has them."""
+def test_a_card_counts_the_layers_of_each_pattern(format, tmp_path):
+    """With a pattern for each layer, the card counts them, and its code has them."""
     layers = [
         f"model.layers.{i}.{name}" for i in (0, 1) for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
     ]
@@ -68,12 +67,11 @@ def test_a_card_counts_the_layers_of_each_pattern(format, tmp_path, monkeypatch)
     else:
         export_model(model, tmp_path, format=format)
     card = make_model_card(model, format=format)
-    assert "with **N:M sparse weights**" in card.text and "up_proj" not in card.text
+    assert "with **N:M sparse weights**" in card.text
     assert " M - N are zero (2:4 in 7 layers, 8:16 in 4 layers, 16:32 in 3 layers)." in card.text
     assert {"2:4-sparsity", "8:16-sparsity", "16:32-sparsity"} <= {*card.data.tags}
-    monkeypatch.chdir(tmp_path)
     settings = next(code(card, i) for i in range(4) if code(card, i).startswith("Sparse24Config("))
-    assert eval(settings, {"Sparse24Config": Sparse24Config, "json": json, "Path": Path}) == sparse_run(model).config
+    assert eval(settings, {"Sparse24Config": Sparse24Config}) == sparse_run(model).config
 
 
 def test_a_card_says_one_pattern_of_all_layers():

@@ -14,7 +14,6 @@ from sparse24_kernels import gemm
 from sparse24_kernels.dispatch import choose_kernels
 from sparse24_kernels.fp8 import fp8_simulate
 from sparse24_kernels.gemm import linear_problem
-from sparse24_kernels.gemm.planning import choose_backend
 from sparse24_kernels.masks import count_flips
 from sparse24_kernels.packing import gather_nm
 from sparse24_kernels.prune import prune_forms
@@ -25,7 +24,7 @@ MASK, PACKED, W = X > 0, kernels.pack_nm(X), kernels.nm_prune(X)
 PROBLEM = linear_problem(16, 16, 32, BF16)
 PATTERN = {"n": 2, "m": 4, "dim": -1}
 NAMED = SimpleNamespace(name="a test's")
-ELSEWHERE = (choose_backend, choose_kernels, count_flips, fp8_simulate)
+ELSEWHERE = (choose_kernels, count_flips, fp8_simulate)
 ELSEWHERE += (gather_nm, prune_forms)
 PUBLIC = {name: getattr(package, name) for package in (kernels, gemm) for name in package.__all__}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
@@ -33,7 +32,6 @@ FUNCTIONS |= {function.__name__: function for function in ELSEWHERE}
 # A call of each that works, with every argument by its name.
 CALLS = {
     "apply_mask": {"weight": X, "mask": MASK, "dtype": None},
-    "choose_backend": {"device": CPU},
     "choose_kernels": {"device": CPU, "dtype": BF16, "operator": "prune"},
     "count_flips": {"before": [MASK], "after": [MASK]},
     "fp8_simulate": {"x": X, "format": "e4m3"},

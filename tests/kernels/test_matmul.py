@@ -11,7 +11,6 @@ from cslt import (
 from sparse24_kernels import matmul
 from sparse24_kernels.gemm import GemmPlan, autotune, compress, cusparselt, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.backend import DENSE, Operand
-from sparse24_kernels.gemm.planning import choose_backend
 from sparse24_kernels.gemm.sparse_backends import CUSPARSELT
 from torch.nn import functional as F
 
@@ -51,8 +50,6 @@ def test_operands_that_do_not_fit_are_told(call, message):
 
 
 def test_every_choice_has_a_reason():
-    backend, reason = choose_backend(CPU)
-    assert backend in {"cpu", "dense"} and reason
     with pytest.raises(ValueError, match="backend='cublas' is not available; choose 'auto' or one of"):
         plan_gemm(PROBLEM, CPU, "cublas")
 

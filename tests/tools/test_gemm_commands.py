@@ -1,7 +1,6 @@
 """hf-sparse24 doctor and tune, on a machine without a GPU and on a pretended one."""
 
 import json
-import subprocess
 import sys
 from importlib.metadata import version
 
@@ -16,7 +15,7 @@ from sparse24_kernels.cpu.library import load
 from sparse24_kernels.gemm import autotune
 from transformers import AutoConfig
 
-from hf_sparse24 import Sparse24Config, __version__, patch_model
+from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.tools import doctor
 from hf_sparse24_command import main
 
@@ -196,9 +195,3 @@ def test_wrong_arguments(directory, arguments, message, capsys):
     AutoConfig.for_model("depth_anything").save_pretrained(f"{directory}/depth")
     assert main([argument.format(directory) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_as_a_module():
-    run = subprocess.run([sys.executable, "-m", "hf_sparse24", "--version"], capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout == f"hf-sparse24 {__version__}\n"

@@ -14,21 +14,6 @@ register_backend(CUSPARSELT, auto=True)
 register_backend(CPU, auto=True)
 
 
-def choose_backend(device: torch.device) -> tuple[str, str]:
-    """The name of the first backend of `"auto"` that supports `device`, and the reason in words.
-
-    It still plans every GEMM by itself, and leaves to dense math what it refuses. ValueError: `device` is none.
-    """
-    check_is(torch.device, "choose_backend", device=device)
-    refusals = []
-    for backend in AUTOMATIC.values():
-        reason = backend.unsupported(device)
-        if reason is None:
-            return backend.name, "where a tuned GEMM beats dense, otherwise dense math"
-        refusals.append(reason)
-    return DENSE.name, "; ".join(refusals)
-
-
 def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto") -> GemmPlan:
     """How to run `problem` on `device`. The plan decides which form of the sparse operand is needed.
 
