@@ -34,8 +34,9 @@ def devices() -> list[torch.device]:
 
 def choices(device: torch.device) -> list[tuple[str, str, str]]:
     """Rows of each kind of work on `device`: the work, what runs it, and why."""
-    fastest = torch.float32 if device.type == "cpu" else torch.bfloat16  # of sparse GEMMs
-    plan = plan_gemm(linear_problem(8192, 4096, 4096, fastest), device)
+    plan = plan_gemm(
+        linear_problem(8192, 4096, 4096, torch.float32 if device.type == "cpu" else torch.bfloat16), device
+    )
     rows = [
         ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
         ("GEMMs of 4096 x 4096", plan.backend.name, plan.reason),
@@ -88,8 +89,7 @@ def check_rows(checked: list[Checked]) -> list[list[str]]:
     for name, operator in dict.fromkeys(check[:2] for check in checked):
         alike = [check for check in checked if check[:2] == (name, operator)]
         failed = [f"{check.dtype}: {check.failure}" for check in alike if check.failure]
-        result = f"FAILED, PyTorch runs: {'; '.join(failed)}" if failed else "ok"
-        rows.append([name, operator, result])
+        rows.append([name, operator, f"FAILED, PyTorch runs: {'; '.join(failed)}" if failed else "ok"])
     return rows or [["no kernels", "", "PyTorch runs everything"]]
 
 

@@ -87,8 +87,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             >>> callback.controller.step
             2
         """
-        model = model_of(trainer)
-        if sparse_run(model) is None and not sparse_weights(model, PACKED):
+        if sparse_run(model := model_of(trainer)) is None and not sparse_weights(model, PACKED):
             way = "call patch_model(model) first, or load an export by quantization_config=Sparse24Config(...)"
             raise ValueError(f"the model of the trainer is not patched: {way}, which keeps its zeros")
         callback = next((present for present in trainer.callback_handler.callbacks if isinstance(present, cls)), cls())
