@@ -38,9 +38,6 @@ _FEED_FORWARD = re.compile(
 _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
 
-_NO_WEIGHT = torch.empty(0, device="meta")
-
-
 class Place(NamedTuple):
     """The position of a linear layer or a stack of experts' weights in the model, and its names.
 
@@ -81,7 +78,7 @@ class Candidate(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The Parameter; an empty tensor where the module makes its weight of other tensors, and is skipped."""
-        return cast(Tensor, self.module._parameters.get(self.parameter, _NO_WEIGHT))
+        return cast(Tensor, self.module._parameters.get(self.parameter, torch.empty(0, device="meta")))
 
     @property
     def is_stack(self) -> bool:
