@@ -17,7 +17,9 @@ from torch import Tensor
 # The interpreter computes with NumPy, which warns of the NaN and inf that are put in on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 every_operator = pytest.mark.parametrize("operator", [name for name, f in vars(gpu.OPERATORS).items() if f is not None])
-every_dtype = pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [pytest.param(x, marks=pytest.mark.slow if x is torch.float16 else ()) for x in KERNEL_DTYPES]
+)
 
 
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

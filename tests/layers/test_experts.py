@@ -109,6 +109,7 @@ def test_a_block_that_is_checkpointed_by_hand_reads_the_same_weight_again():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, after breaks
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])  # the former breaks the graph within the forward
+@pytest.mark.slow
 def test_compiled(implementation):
     model = patched("mixtral")
     model.set_experts_implementation(implementation)

@@ -67,6 +67,7 @@ def test_a_sparse_layer_is_as_exact_as_a_dense_one(case):
     check_layer(CUDA, "inductor", *case)
 
 
+@pytest.mark.slow
 def test_the_check_passes_what_is_right_and_catches_what_is_not(stand_in, monkeypatch):  # noqa: F811
     cases = layer_cases(((32, 32, 48), (34, 32, 16)), ("fullgraph",))
     assert len(cases) == 2 * 2 * 2 * 3 + 2

@@ -57,6 +57,7 @@ class Logits(nn.Module):
         ("conv1d", "onnx of TorchScript"),
     ],
 )
+@pytest.mark.slow
 def test_a_graph_of_onnx_or_torchscript_is_refused_with_the_way_out(kind, tool, tmp_path):
     pytest.importorskip("onnxscript")
     model, tokens = Logits(KINDS[kind]()).eval(), zoo.batch()["input_ids"]

@@ -82,10 +82,10 @@ def test_generating_and_exported(calls):
 @pytest.mark.parametrize(
     "name, values, backend",
     [
-        ("llama", "float", "inductor"),
+        pytest.param("llama", "float", "inductor", marks=pytest.mark.slow),
         ("llama", "int8", "aot_eager"),
-        ("gpt2", "float", "aot_eager"),
-        ("mixtral", "float", "aot_eager"),
+        pytest.param("gpt2", "float", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("mixtral", "float", "aot_eager", marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_step_decodes_every_generation(name, values, backend, calls):

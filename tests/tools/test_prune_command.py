@@ -166,6 +166,7 @@ def read(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "README.md"}
 
 
+@pytest.mark.slow
 def test_a_finished_export_is_replaced_on_request_by_the_same(models, text, tmp_path, capsys):
     assert main(arguments(models / "llama", text, tmp_path / "out")) == 0
     first, card = read(tmp_path / "out"), (tmp_path / "out" / "README.md").read_text()
@@ -198,9 +199,8 @@ def run_apart(command: list[str], errors: Path) -> None:
     sys.exit(main(command))
 
 
-@pytest.mark.parametrize(
-    "stage", ["pruning", *(pytest.param(x, marks=pytest.mark.slow) for x in ("own text", "training"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_ctrl_c_loses_nothing(stage, undisturbed, tmp_path, capsys, monkeypatch):
     expected, command = undisturbed
     command = [str(tmp_path / "out") if part == str(expected) else part for part in command]

@@ -63,7 +63,7 @@ def first_difference(device: torch.device, dtype: torch.dtype, operator: str) ->
         places |= {" in a CUDA graph": replayed} if device.type == "cuda" else {}
     for where, run in places.items():
         for bias, found in zip(biases, run()):
-            expected, added = right.t() if is_linear else right, torch.zeros(()) if bias is None else bias.double()
+            expected, added = right.t() if is_linear else right, 0 * right[0, 0] if bias is None else bias.double()
             wrong = ~((found - expected - added).abs() <= torch.finfo(dtype).eps * (expected.abs() + added.abs()))
             if wrong.any():  # beyond rounding twice, NaN too
                 where += "" if bias is None else ", with a bias"

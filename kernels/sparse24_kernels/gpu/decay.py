@@ -22,7 +22,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> N
     if not fits or weight.dtype not in _DTYPES or abs(alpha) > torch.finfo(torch.float32).max:
         return reference.decay.masked_decay_(grad, weight, mask, alpha)
     if grad.is_cpu and grad.dtype == weight.dtype:  # in the interpreter; on CPUs alone, torch rounds it to 16 bits
-        alpha = torch.tensor(alpha, dtype=grad.dtype).item()
+        alpha = torch.tensor(alpha, dtype=grad.dtype, device="cpu").item()
     if count := grad.numel():
         grid = (triton.cdiv(count, BLOCK),)
         _decay_kernel[grid](grad, weight, mask, alpha, count, BITS=bits, SIZE=BLOCK, **LAUNCH)

@@ -13,6 +13,7 @@ from sparse24_kernels.cpu.library import load
 SCRIPT = SUPPORT / "fuzz_cpu_kernels.py"
 
 
+@pytest.mark.slow
 def test_operands_before_protected_pages():
     library = load()
     if isinstance(library, str):
