@@ -48,7 +48,7 @@ def build(tmp_path_factory):
             command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", *flags]
         except BuildError as error:
             pytest.skip(str(error))
-        subprocess.run([*command, "-o", str(file), str(SOURCE)], check=True)
+        subprocess.run([*command, "-o", str(file), str(SOURCE), "-lstdc++"], check=True)
         return file
 
     return build
