@@ -119,7 +119,7 @@ def random_crop(image: Any, smallest: float, size: int):
     aspect = math.exp(torch.empty(()).uniform_(*map(math.log, ASPECTS)).item())
     wide = min(width, round(math.sqrt(share * width * height * aspect)))
     high = min(height, round(math.sqrt(share * width * height / aspect)))
-    left, top = (int(torch.randint(room + 1, ())) for room in (width - wide, height - high))
+    left, top = (int(torch.randint(spare + 1, ())) for spare in (width - wide, height - high))
     box = (left, top, left + wide, top + high)
     return image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC, box=box)
 

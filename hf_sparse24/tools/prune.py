@@ -77,7 +77,7 @@ def prune(options: argparse.Namespace) -> int:
     except (SafetensorError, RuntimeError) as error:
         if not re.search(r"No space left|StorageFull|inline_container", str(error)):  # the last is torch.save's
             raise
-        way = "make room, and give the same command again"
+        way = "free some space, and give the same command again"
         raise OSError(f"{job.work} or {options.output}: no space is left on the device ({error}); {way}") from error
 
 
