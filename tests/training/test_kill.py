@@ -9,9 +9,8 @@ from paths import SUPPORT
 
 
 @pytest.mark.slow
-def test_kills_in_training_and_exports_lose_nothing():
-    command = [sys.executable, str(SUPPORT / "kill.py"), "20", "30"]
+def test_kills_in_training_lose_nothing():
+    command = [sys.executable, str(SUPPORT / "kill.py"), "20"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.search(r"training: 20 kills, .* no saved step lost, (\d+) of \1 runs ended bit-eq", run.stdout)
-    assert len(re.findall("exports: 30 kills, .* none a mix", run.stdout)) == 2
