@@ -81,6 +81,7 @@ bytes and FLOP, with its assumptions. The weakest one: elementwise kernels take 
 ## Changed since then, not timed there
 
 - cuSPARSELt is called directly, with plans that are kept. Python does less in a layer. Masked decay is a kernel.
+- Under `torch.compile` weights are pruned once a step, not in every micro-batch.
 - The layout is looked up once.
 - `auto` leaves a GEMM dense that takes the GPU less time than starting a sparse one takes the host.
 - The keys of random streams are copied without waiting for the GPU.

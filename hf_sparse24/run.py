@@ -1,6 +1,7 @@
 """SparseRun: one object per patched model, with all that changes while it trains."""
 
 import dataclasses
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -14,9 +15,11 @@ from .methods.base import DENSE_PHASE
 from .methods.settings import SHARED
 from .progress import get_logger
 from .tables import shown
+from .weights.encodings import RUNS
 from .weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
+_numbers = count()
 
 
 def wants_packed_master(config: Sparse24Config) -> bool:
@@ -32,6 +35,7 @@ class SparseRun:
         method: the method, with the settings as they are now.
         controller: the `Sparse24Controller` that trains the model, None where nothing does.
         open_step: token of the current step. Cached encodings are valid while it is the same; None between steps.
+        key: unique in this process.
         owners: the models whose configs say that they, or parts of them, are sparse.
     """
 
@@ -42,6 +46,8 @@ class SparseRun:
         self.controller: Any = None
         self.open_step: object | None = None
         self.owners: WeakSet[nn.Module] = WeakSet()
+        self.key = f"run {next(_numbers)}"
+        RUNS[self.key] = self
         self._has_warned = False
 
     @property
@@ -167,6 +173,6 @@ def set_phase(model: nn.Module, phase: str) -> None:
     starts_again = run.facts.finished and run.is_dense
     run.record(phase=phase, finished=False)
     for weight in sparse_weights(model).values():
-        weight.clear_encodings()  # the dense phase needs none
+        weight.encodings.clear(graphs=True)  # the dense phase needs none
         if starts_again:
             weight.init_state()

@@ -175,8 +175,10 @@ class SparseModule(WeightModule):
                 wrong = wrong_state(weight)
                 if wrong:
                     errors.append(f"{key}: {wrong}; the checkpoint is damaged, load another one")
+                    continue
             elif not weight.state.is_ready and key in state_dict:
                 # Dense weights for a model that was patched without any: the rest starts from them.
                 missing[:] = [name for name in missing if name not in names]
                 weight.init_state(with_parameters=True)
             # Otherwise what is missing is missing: averaged weights must not choose other masks and scales.
+            weight.clear_encodings()

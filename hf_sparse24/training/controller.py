@@ -139,6 +139,8 @@ class Sparse24Controller:
         if self.is_running:
             self.run.open_step = self.run.controller = None
             self._streams.end()
+            for weight in self.weights.values():
+                weight.encodings.clear(graphs=True)
 
     def after_micro_step(self) -> None:
         """Call after the backward pass of each micro-batch but a step's last: the next draws other MVUE samples."""
@@ -242,6 +244,8 @@ class Sparse24Controller:
         self._masks.finish_step(not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps))
         self._set_streams()
         self.run.open_step = object() if self.step < self.total_steps else None
+        for weight in self.weights.values():
+            weight.clear_encodings()
 
     def _context(self) -> StepContext:
         return StepContext(self.step, self.total_steps, self.phase, self.optimizer, self.weights)

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
 from ..extensions import adapters_in
+from ..progress import get_logger
 from ..run import SparseRun, set_phase
 from ..weights.rules import method_mask
 from ..weights.sharding import compute_device, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from ..weights.storage import layer_name
+
+logger = get_logger(__name__)
 
 
 class StepMasks:
@@ -44,6 +47,10 @@ class StepMasks:
             self._before = {name: self.mask(name) for name in first_of_each(self._weights)}
         elif self._before:  # the last chance to count those of an earlier step
             self._count()
+        stale = [name for name, weight in self._weights.items() if weight.encodings.is_stale()]
+        if stale:
+            way = "call clear_encodings() of hf_sparse24.sparse_weights(model)[name] after such a write"
+            logger.warning(f"{stale[0]} was written within a step, and compiled training did not see it: {way}")
         for weight in self._weights.values():
             weight.clear_encodings()  # the optimizer can use the memory
 

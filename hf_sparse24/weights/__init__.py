@@ -5,7 +5,7 @@ The road from a layer to a kernel:
     layers/linear.py     Sparse24Layer.forward      plans its GEMMs, asks its weight for their operands
     sparse_weight.py     SparseWeight.encoded       says what operands are made from
     encodings.py         Encodings.get              gives the ones that are kept, and makes the others:
-    sparse_weight.py     SparseWeight._encode       asks the method for a rule, and checks that it is N:M
+    sparse_weight.py     SparseWeight.encode        asks the method for a rule, and checks that it is N:M
     rules.py             encode                     calls the kernel of that rule: `sparse24_kernels.prune.prune_forms`
 
 A `SparseWeight` has a storage, the state that its method keeps, and encodings:

@@ -9,7 +9,6 @@ computes with its part alone; the state of the whole weight is split as the weig
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import UnionType
 from typing import Any, Self, cast
 
@@ -48,7 +47,7 @@ class SparseWeight:
         self.pattern: Pattern = pattern or (Pattern(2, 4) if run is None else run.method.pattern)
         self.state = WeightState(storage)
         self.rng_key: Tensor | None = None
-        self.encodings = Encodings()
+        self.encodings = Encodings(self)
         self._checked: frozenset[str] = frozenset()  # the operands that were found to be N:M with this state
 
     @classmethod
@@ -118,6 +117,7 @@ class SparseWeight:
         """Give it another state, such as masks that were found elsewhere."""
         self.state.set(state, self.method.name)
         self._checked = frozenset()
+        self.clear_encodings()
 
     def split_state(self) -> None:
         """With tensor parallelism, keep the part of the state that belongs to this process's part of the weight."""
@@ -153,7 +153,7 @@ class SparseWeight:
     @torch.no_grad()
     def pruned(self) -> Tensor:
         """The N:M weight that stands for the master weight: its shape, dtype and layout, never -0.0."""
-        (dense,) = self._encode(self.parameter.dtype, [Wanted(PRUNED)])
+        (dense,) = self.encode(self.parameter.dtype, [Wanted(PRUNED)])
         return self.storage.out_in(dense)
 
     @torch.no_grad()
@@ -168,24 +168,20 @@ class SparseWeight:
 
     def encoded(self, wanted: Sequence[Wanted], dtype: torch.dtype) -> list[Tensor]:
         """Weight operands `[..., out, in]` in forms that GEMMs take, kept as `encodings.py` says."""
-        parameter = self.parameter
-        if sharding.is_sharded(parameter):
+        if sharding.is_sharded(self.parameter):
             way = "split the model by FSDP2 (fully_shard), or by from_pretrained(tp_plan='auto') of Transformers 5.23"
             raise ValueError(f"{self.name} is a DTensor while its layer computes, as after parallelize_module; {way}")
-        made_from = [parameter, *self.state.local()]
-        keep = self.storage.gathered_from is None  # FSDP2 frees what they would be valid for
-        make = partial(self._encode, dtype)
-        return self.encodings.get(wanted, dtype, made_from, self.run.open_step, make, keep)
+        return self.encodings.get(wanted, dtype)
 
     def clear_encodings(self) -> None:
-        """Drop what is kept, and free its memory: the next GEMM encodes again."""
-        self.encodings = Encodings()
+        """Drop what is kept, and free its memory: the next GEMM encodes again. Call it after a write to the weight."""
+        self.encodings.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"rng_key": None, "encodings": Encodings()}  # its controller's; derived
+        return self.__dict__ | {"rng_key": None, "encodings": Encodings(self)}  # its controller's; derived
 
     @torch.no_grad()
-    def _encode(self, dtype: torch.dtype, wanted: Sequence[Wanted]) -> list[Tensor]:
+    def encode(self, dtype: torch.dtype, wanted: Sequence[Wanted]) -> list[Tensor]:
         """One operand `[..., out, in]` in the forms that GEMMs take. The first time, checks that it is N:M."""
         if not self.state.is_ready:
             call = "call init_state() on each of hf_sparse24.sparse_weights(model).values() once they have weights"

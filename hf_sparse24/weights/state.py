@@ -31,11 +31,12 @@ class WeightState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def local(self) -> list[Tensor]:
-        """The parts of the buffers that this process holds."""
+    def sources(self) -> list[Tensor]:
+        """What the weight's encodings are made from: the Parameter as its module has it, and the parts of the buffers
+        that this process holds."""
         buffers, attribute = self.storage.module._buffers, self.storage.attribute
-        found = [cast(Tensor, buffers[attribute(name)]) for name in self.names]
-        return [sharding.local(tensor) if sharding.is_sharded(tensor) else tensor for tensor in found]
+        held = [cast(Tensor, buffers[attribute(name)]) for name in self.names]
+        return [self.storage.parameter, *[sharding.local(x) if sharding.is_sharded(x) else x for x in held]]
 
     @property
     def parameters(self) -> dict[str, Tensor]:

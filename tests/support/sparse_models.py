@@ -97,8 +97,8 @@ def keep_encodings(run):
 def count_prunings(monkeypatch: pytest.MonkeyPatch) -> list[SparseWeight]:
     """The weights that are pruned from now on, in the order in which it happens."""
     pruned: list[SparseWeight] = []
-    encode = SparseWeight._encode
-    monkeypatch.setattr(SparseWeight, "_encode", lambda self, *args: pruned.append(self) or encode(self, *args))
+    encode = SparseWeight.encode
+    monkeypatch.setattr(SparseWeight, "encode", lambda self, *args: pruned.append(self) or encode(self, *args))
     return pruned
 
 
