@@ -5,6 +5,7 @@ import sparse24_kernels as kernels
 import torch
 import zoo
 from cslt import stand_in  # noqa: F401 (a fixture)
+from sparse24_kernels.gemm import autotune, linear_problem
 from sparse_models import keep_encodings, model_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -146,6 +147,21 @@ def test_other_lengths_compile_no_more_graphs_than_a_dense_model():
         for tokens in (48, 96, 100, 130, 256):
             compiled(torch.randn(tokens, 32)).sum().backward()
         assert graphs.frame_count == 2  # of the first length, and of any
+
+
+@pytest.mark.slow
+def test_one_graph_for_lengths_that_share_a_measurement(monkeypatch):
+    problems = [linear_problem(64, *sizes, torch.float32) for sizes in ((48, 32), (16, 48))]
+    fastest = autotune.Measured(0, sparse_us=1, dense_us=9, host_us=1)
+    table = {(autotune.current_environment(CPU), problem): fastest for problem in problems}
+    monkeypatch.setattr(autotune, "_table", lambda: table)
+    monkeypatch.setattr(autotune, "_decide", autotune._decide.__wrapped__)
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model_of("s-ste").float(), fullgraph=True, backend=graphs)
+    for tokens in (64, 56, 60, 96, 130, 256):
+        compiled(torch.randn(tokens, 32)).sum().backward()
+    assert graphs.frame_count == 3  # of the first length, of others near it, and of all that were not measured
 
 
 @pytest.mark.parametrize("conv1d", [False, True])

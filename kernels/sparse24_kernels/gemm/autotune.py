@@ -24,7 +24,7 @@ from ..cpu import limits
 from ..cpu.library import loaded
 from . import cpu_kernels, cusparselt
 from .measure import Rejected, prepare, try_algorithm
-from .problem import GemmProblem, bucket
+from .problem import GemmProblem, bucket, bucket_start
 
 FORMAT = 9
 
@@ -142,10 +142,20 @@ def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
     return Verdict(backend, algorithm, sparse_us, dense_us, reason)
 
 
+def is_measured(problem: GemmProblem, device: torch.device) -> bool:
+    """Whether a problem was measured. Of a symbolic size only comparisons, so that a graph holds for all others."""
+    m, n, k, _, transposed = problem[:5]
+    return any(
+        [m, transposed] == known and first <= n <= last and k == contracted
+        for *known, first, last, contracted in _measured(device)
+    )
+
+
 @torch.compiler.assume_constant_result
-def is_measured(device: torch.device) -> bool:
-    """Whether anything was measured in the environment of a device."""
-    return any(environment == current_environment(device) for environment, _ in _table())
+def _measured(device: torch.device) -> list[tuple[int, bool, int, int, int]]:
+    environment = current_environment(device) if _table() else None
+    problems = [problem for where, problem in _table() if where == environment]
+    return sorted({(p.m, p.transposed, bucket_start(p.n), p.n, p.k) for p in problems})
 
 
 @cache

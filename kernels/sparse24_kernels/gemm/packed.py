@@ -25,7 +25,7 @@ def _packed_linear(
 
 
 packed_linear = register(
-    "sparse24::packed_linear", _packed_linear, lambda x, values, *others: x.new_empty(len(x), len(values))
+    "sparse24::packed_linear", _packed_linear, lambda x, values, *others: x.new_empty(x.shape[0], len(values))
 )
 
 

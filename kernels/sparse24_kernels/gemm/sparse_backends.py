@@ -17,8 +17,8 @@ from .problem import GemmProblem
 
 def _verdict(problem: GemmProblem, device: torch.device, requested: bool) -> autotune.Verdict | str:
     """The verdict of autotuning on a GEMM, or the reason why it is left to dense math."""
-    if torch.compiler.is_compiling() and not (requested or autotune.is_measured(device)):
-        return autotune.NOT_TUNED  # at every size, so that one graph holds for all lengths
+    if torch.compiler.is_compiling() and not (requested or autotune.is_measured(problem, device)):
+        return autotune.NOT_TUNED  # one graph holds for all lengths that were not
     if reason := autotune.unsupported_matrix(problem, device):
         return reason
     verdict = autotune.verdict_of(problem, device)
