@@ -5,6 +5,7 @@ register their answers when `hf_sparse24` is imported. Until then adapters do no
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,24 @@ def check_unmerged(model: nn.Module) -> None:
         raise ValueError(f"{merged}: an adapter is merged into this layer; unmerge first: model.unmerge_adapter()")
 
 
-class Extensions:
-    """The registered answers, and those where none is registered.
-
-    Attributes:
-        check_adapters: let the adapters around a model's sparse layers act through their masks; ValueError: one
-            computes with the dense weight of a sparse layer.
-        describe_checkpoint: of a model, a directory and the repository that it is pushed to, or None: say in the
-            directory's card that the model is a training checkpoint.
-        draw_training: write the picture of a run that has ended, by its log, to its directory.
-        push_run: upload the export of a Trainer's model with a card of its run; returns where the commit is.
-        model_methods: functions of a model, which a patched one has in place of methods.
-    """
-
-    def __init__(self) -> None:
-        self.check_adapters: Callable[[nn.Module], None] = _do_nothing
-        self.describe_checkpoint: Callable[[Any, Any, str | None], None] = _do_nothing
-        self.draw_training: Callable[[Path, Sequence[Mapping[str, Any]]], None] = _do_nothing
-        self.push_run: Callable[[Any, Any, Mapping[str, Any]], Any] = _do_nothing
-        self.model_methods: dict[str, Callable] = {}
-
-
 def _do_nothing(*_: object) -> None: ...
+
+
+@dataclass
+class Extensions:
+    """The registered answers, and those where none is registered."""
+
+    # Let adapters around sparse layers act through their masks; ValueError: one computes with a layer's dense weight.
+    check_adapters: Callable[[nn.Module], None] = _do_nothing
+    # Of a model, a directory and the repository that it is pushed to, or None: say in the directory's card that the
+    # model is a training checkpoint.
+    describe_checkpoint: Callable[[Any, Any, str | None], None] = _do_nothing
+    # Write the picture of a run that has ended, by its log, to its directory.
+    draw_training: Callable[[Path, Sequence[Mapping[str, Any]]], None] = _do_nothing
+    # Upload the export of a Trainer's model with a card of its run; returns where the commit is.
+    push_run: Callable[[Any, Any, Mapping[str, Any]], Any] = _do_nothing
+    # Functions of a model, which a patched one has in place of methods.
+    model_methods: dict[str, Callable] = field(default_factory=dict)
 
 
 extensions = Extensions()

@@ -19,22 +19,13 @@ def check_phase(phase: object, phases: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts that a model's run has learned. A packed model keeps those of its run.
+    """The facts that a model's run has learned. A packed model keeps those of its run."""
 
-    Attributes:
-        phase: how the model computes: `"sparse"`, `"dense"`, or another phase of its method.
-        finished: whether a run has ended in another phase than `"sparse"`. Further training stays in that phase.
-        packed: which weights are packed; None where none is.
-        pruning: by what `oneshot` has pruned the model, as a dict of its settings and of the calibration data's size;
-            None where it has not.
-        marked: whether the files that are written with `config.json` have a `MARKER`; False at any other time.
-    """
-
-    phase: str = "sparse"
-    finished: bool = False
-    packed: PackedFormat | None = None
-    pruning: dict[str, object] | None = None
-    marked: bool = False
+    phase: str = "sparse"  # how the model computes: "sparse", "dense", or another phase of its method
+    finished: bool = False  # whether a run has ended in another phase than "sparse". Further training stays in it
+    packed: PackedFormat | None = None  # which weights are packed; None where none is
+    pruning: dict[str, object] | None = None  # settings and size of the data of the `oneshot` that pruned the model
+    marked: bool = False  # whether the files that are being written with `config.json` have a `MARKER`
 
     def to_dict(self) -> dict[str, object]:
         """The facts as `config.json` has them: the phase, and what differs from a run that begins."""

@@ -19,20 +19,13 @@ VALUES = ("float", "int8")
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """The entry `packed` of a packed model's `config.json`; docs/packed_format.md has the format.
+    """The entry `packed` of a packed model's `config.json`; docs/packed_format.md has the format."""
 
-    Attributes:
-        weights: the pattern of each packed weight, by its name in the dense model's `state_dict`.
-        values: see `VALUES`.
-        export: what the header of every file of the same export says too; None of a model that was saved otherwise.
-    """
+    weights: Mapping[str, Pattern]  # the pattern of each packed weight, by its name in the dense model's `state_dict`
+    values: str = "float"  # see `VALUES`
+    export: str | None = None  # what every file's header says too; None of a model that no export has made
 
-    weights: Mapping[str, Pattern]
-    values: str = "float"
-    export: str | None = None
-
-    VERSION: ClassVar[int] = 3
-    """The version of the format, in files too."""
+    VERSION: ClassVar[int] = 3  # of the format, in files too
 
     @classmethod
     def from_dict(cls, values: object) -> "PackedFormat":

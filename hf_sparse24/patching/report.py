@@ -14,21 +14,13 @@ from .targets import Candidate
 
 @dataclass(frozen=True)
 class ReportRow:
-    """Layers whose names differ only in numbers. A stack of experts counts as a layer.
+    """Layers whose names differ only in numbers. A stack of experts counts as a layer."""
 
-    Attributes:
-        group: their name with `*` for the numbers, `model.layers.*.mlp.up_proj`.
-        layers: number of layers.
-        weights: number of elements of their weight matrices, shared ones counted once, without biases.
-        skipped: why they stayed dense; None if they are sparse.
-        note: how these sparse layers differ from others; None if they do not.
-    """
-
-    group: str
-    layers: int
-    weights: int
-    skipped: str | None
-    note: str | None = None
+    group: str  # their name with `*` for the numbers, `model.layers.*.mlp.up_proj`
+    layers: int  # number of layers
+    weights: int  # number of elements of their weight matrices, shared ones counted once, without biases
+    skipped: str | None  # why they stayed dense; None if they are sparse
+    note: str | None = None  # how these sparse layers differ from others; None if they do not
 
 
 @dataclass(frozen=True, repr=False)

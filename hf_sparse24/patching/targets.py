@@ -39,41 +39,27 @@ _ROUTER = re.compile(r"^(shared_expert_)?gate$|router|indexer", re.IGNORECASE)
 
 
 class Place(NamedTuple):
-    """The position of a linear layer or a stack of experts' weights in the model, and its names.
+    """The position of a linear layer or a stack of experts' weights in the model, and its names."""
 
-    Attributes:
-        path: the modules from the model down to the one that has the weight, each with its own component of the name.
-        parameter: the weight's name in that module.
-        names: in this model, and in the model with or without its head (`model.layers.0...`, `layers.0...`); of a
-            stack, the names of its Parameter and of its module.
-        block: the index of its repeated block, None outside any.
-        sublayer: `"attention"`, `"mlp"` or None.
-    """
-
-    path: list[tuple[str, nn.Module]]
-    parameter: str
+    path: list[tuple[str, nn.Module]]  # from the model down to the module with the weight, by their parts of its name
+    parameter: str  # the weight's name in that module
+    # In this model, and with or without its head (`model.layers.0...`, `layers.0...`); of a stack, the names of its
+    # Parameter and of its module.
     names: list[str]
-    block: int | None
-    sublayer: str | None
+    block: int | None  # the index of its repeated block, None outside any
+    sublayer: str | None  # "attention", "mlp" or None
     is_router: bool
 
 
 class Candidate(NamedTuple):
-    """A linear layer or a stack of experts' weights, and why it stays dense.
+    """A linear layer or a stack of experts' weights, and why it stays dense."""
 
-    Attributes:
-        name: of the layer; of a stack, its Parameter's name, `model.layers.0.mlp.experts.gate_up_proj`.
-        skipped: why it stays dense, None if it becomes sparse.
-        parameter: the weight's name in `module`.
-        note, pattern: how its gradients and its N:M differ from those of other layers, None if they do not.
-    """
-
-    name: str
+    name: str  # of the layer; of a stack, its Parameter's name, `model.layers.0.mlp.experts.gate_up_proj`
     module: nn.Module
-    skipped: str | None
-    parameter: str = "weight"
-    note: str | None = None
-    pattern: Pattern | None = None
+    skipped: str | None  # why it stays dense, None if it becomes sparse
+    parameter: str = "weight"  # the weight's name in `module`
+    note: str | None = None  # how its gradients and its N:M differ from those of other layers, None if they do not
+    pattern: Pattern | None = None  # its own N:M, None if it is that of other layers
 
     @property
     def weight(self) -> Tensor:
