@@ -17,7 +17,7 @@ from hf_sparse24.methods.settings import GRADIENT_ESTIMATORS, GemmSettings
 from hf_sparse24.tools import doctor
 from hf_sparse24.weights.sparse_weight import SparseWeight
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 OUT, IN = 48, 32
 GEMMS = ("output", "grad_input", "grad_weight")
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
@@ -88,7 +88,7 @@ def check_agreement(model: nn.Module, weight: SparseWeight, tokens: int, library
     plans = doctor.gemm_plans(weight, tokens, dtype, CPU)
     assert tuple(plans) == GEMMS and tuple(gemm.name for gemm in weight.method.gemms) == GEMMS
     ran = gemms_that_run(weight.module, tokens, library, spy)
-    promised = {problem: problem[:3] for problem in doctor.problems(model, tokens, dtype)}
+    promised = {problem: problem[:3] for problem in doctor.problems(model, tokens, dtype, GPU)}
     for gemm in weight.method.gemms:
         problem, plan = gemm.problem(tokens, OUT, IN, dtype), plans[gemm.name]
         assert plan.reason and plan.is_sparse == (ran[gemm.name] is not None), (gemm, plan, ran)

@@ -156,7 +156,7 @@ def test_doctor_predicts_gains(stand_in, method):  # noqa: F811
     assert sum(int(row[0]) for row in rows) == len(sparse_weights(model))
     for row in rows:
         assert len(row) == 6 and row[2] == "sparse 2.00x" and row[5].endswith("x")
-    assert doctor.problems(model, 32, torch.bfloat16)
+    assert doctor.problems(model, 32, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("pattern", ["16:32", *(pytest.param(p, marks=pytest.mark.slow) for p in ("8:16", "6:8"))])

@@ -98,7 +98,6 @@ _PACKED = (
     (torch.bfloat16, torch.int8, Pattern(2, 4)),
     (torch.bfloat16, None, Pattern(16, 32)),
 )
-GPU = torch.device("cuda")
 
 
 def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, GemmPlan]:
@@ -107,22 +106,16 @@ def gemm_plans(weight: SparseWeight, tokens: int, dtype: torch.dtype, device: to
     return {gemm.name: gemm.plan(tokens, *sizes, dtype, device, backend) for gemm in weight.method.gemms}
 
 
-def sparse_problems(
-    weight: SparseWeight, tokens: int, dtype: torch.dtype, device: torch.device = GPU
-) -> dict[str, GemmProblem]:
-    """The GEMMs of a layer that can run sparse, by name; none of a stack of experts."""
-    found: dict[str, GemmProblem] = {}
-    for gemm in [] if weight.is_stack else weight.method.gemms:
-        problem = gemm.problem(tokens, *weight.sizes, dtype)
-        if problem is not None and autotune.unsupported_matrix(problem, device) is None:
-            found[gemm.name] = problem
-    return found
-
-
-def problems(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device = GPU) -> list[GemmProblem]:
-    """The different sparse GEMMs that training a patched model asks for, which `hf-sparse24 tune` tunes."""
-    weights = sparse_weights(model).values()
-    return list(dict.fromkeys(p for weight in weights for p in sparse_problems(weight, tokens, dtype, device).values()))
+def problems(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[GemmProblem]:
+    """The different sparse GEMMs that training a patched model asks for, which `hf-sparse24 tune` tunes; none of a
+    stack of experts."""
+    found = []
+    for weight in sparse_weights(model).values():
+        for gemm in [] if weight.is_stack else weight.method.gemms:
+            problem = gemm.problem(tokens, *weight.sizes, dtype)
+            if problem is not None and autotune.unsupported_matrix(problem, device) is None:
+                found.append(problem)
+    return list(dict.fromkeys(found))
 
 
 def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
@@ -136,10 +129,8 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
             rows[f"{len(weight.parameter)} x {out} x {inputs}", reason, reason, reason, "1.00x"] += 1
             continue
         cells, before, after = [], 0.0, 0.0
-        plans = gemm_plans(weight, tokens, dtype, device)
         usual = linear_problem(tokens, out, inputs, dtype)
-        for gemm in weight.method.gemms:
-            plan = plans[gemm.name]
+        for gemm, plan in zip(weight.method.gemms, gemm_plans(weight, tokens, dtype, device).values()):
             verdict = autotune.verdict_of(gemm.problem(tokens, out, inputs, dtype) or usual, device)
             dense_us, sparse_us = verdict.dense_us or math.nan, verdict.sparse_us or math.nan
             took_us = sparse_us if plan.is_sparse else dense_us

@@ -98,7 +98,7 @@ def test_doctor_lists_experts_as_dense_math():
     assert row == ["2", "2 x 128 x 32", *["dense: stacked experts: no sparse grouped GEMM"] * 3, "1.00x"]
     without = zoo.build("mixtral")
     patch_model(without, Sparse24Config())
-    assert doctor.problems(without, 32, torch.bfloat16) == []
+    assert doctor.problems(without, 32, torch.bfloat16, torch.device("cuda")) == []
 
 
 def test_oneshot_says_that_it_does_not_calibrate_experts():
