@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..progress import get_logger
 
@@ -14,19 +14,13 @@ logger = get_logger(__name__)
 
 Logs = Sequence[Mapping[str, Any]]  # `trainer.state.log_history`
 History = dict[int, dict[str, float]]  # numbers by the step and by name
+Lines = dict[str, list[tuple[int, float]]]  # the points of each line of a panel by its name
 
 _NOT_METRICS = ("epoch", "_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 PICTURE = "training.png"
 MIN_LOGS = 10  # training draws no picture of fewer losses: they are as quickly read in its log
+_TRAINING = "training"  # the name of the line of what training logs; the others are evaluations
 _LINE, _GRID = "#1d5fd1", "#e4e8ee"
-
-
-class Line(NamedTuple):
-    """A line of a panel. An evaluation is thicker, with a mark at every point."""
-
-    name: str
-    points: Sequence[tuple[int, float]]
-    is_evaluation: bool = False
 
 
 def by_step(log_history: Logs) -> History:
@@ -52,29 +46,18 @@ def metrics_of(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if not name.endswith(_NOT_METRICS)}
 
 
-def is_available() -> bool:
-    return find_spec("matplotlib") is not None
-
-
 def write_picture(directory: Path, log_history: Logs) -> Path | None:
-    """Write a PNG of a run's losses, flip rate and kept magnitude by the optimizer step.
-
-    Args:
-        directory: where to.
-        log_history: of the run, as `trainer.state.log_history` has it.
-
-    Returns:
-        The file; None without two logs to join, or without Matplotlib. The same logs give the same bytes.
-    """
+    """The file, a PNG, of a run's losses, flip rate and kept magnitude by the optimizer step; None without two logs to
+    join, or without Matplotlib. The same logs give the same bytes."""
     history = by_step(log_history)
     losses = _losses(history)
     if not losses:
         return None
-    if not is_available():
+    if find_spec("matplotlib") is None:
         logger.warning(f"no {PICTURE}, the picture of this run: pip install matplotlib")
         return None
     panels = {"loss": losses}
-    panels |= {key.replace("_", " "): _lines("training", history, key) for key in ("flip_rate", "kept_magnitude")}
+    panels |= {key.replace("_", " "): _lines(history, {_TRAINING: key}) for key in ("flip_rate", "kept_magnitude")}
     _draw({title: lines for title, lines in panels.items() if lines}, directory / PICTURE)
     return directory / PICTURE
 
@@ -88,22 +71,21 @@ def draw_training(directory: Path, log_history: Logs) -> None:
             logger.warning(f"no {PICTURE}, the picture of this run: {type(error).__name__}: {error}")
 
 
-def _losses(history: History) -> list[Line]:
+def _losses(history: History) -> Lines:
     """The training loss, and the loss on each evaluation set."""
-    found = _lines("training", history, "loss")
+    keys = {_TRAINING: "loss"}
     for key in sorted({key for row in history.values() for key in row if re.fullmatch(r"eval_(.+_)?loss", key)}):
-        name = f"evaluation {key.removeprefix('eval_').removesuffix('loss').strip('_')}".strip()
-        found += [line._replace(is_evaluation=True) for line in _lines(name, history, key)]
-    return found
+        keys[f"evaluation {key.removeprefix('eval_').removesuffix('loss').strip('_')}".strip()] = key
+    return _lines(history, keys)
 
 
-def _lines(name: str, history: History, key: str) -> list[Line]:
-    """The one line of what was logged as `key`; none of fewer than two points."""
-    points = [(step, row[key]) for step, row in history.items() if key in row]
-    return [Line(name, points)] if len(points) > 1 else []
+def _lines(history: History, keys: Mapping[str, str]) -> Lines:
+    """The lines of what was logged as `keys`, by their names; none of fewer than two points."""
+    found = {name: [(step, row[key]) for step, row in history.items() if key in row] for name, key in keys.items()}
+    return {name: points for name, points in found.items() if len(points) > 1}
 
 
-def _draw(panels: dict[str, list[Line]], path: Path) -> None:
+def _draw(panels: dict[str, Lines], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -112,17 +94,13 @@ def _draw(panels: dict[str, list[Line]], path: Path) -> None:
         matplotlib.rcParams.update({"font.size": 9, "text.parse_math": False, "legend.frameon": False})
         figure = Figure((3.2 * len(panels), 2.7), dpi=100, layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
-            for line in lines:
-                axes.plot(
-                    [step for step, _ in line.points],
-                    [value if math.isfinite(value) else math.nan for _, value in line.points],
-                    color=_LINE,
-                    linewidth=1.8 if line.is_evaluation else 1,
-                    marker="o" if line.is_evaluation else "",
-                    markersize=4,
-                    markerfacecolor="white",
-                    label=line.name,
-                )
+            for name, points in lines.items():
+                steps, values = zip(*points)
+                numbers = [value if math.isfinite(value) else math.nan for value in values]
+                # An evaluation is thicker, with a mark at every point.
+                marked = {"linewidth": 1.8, "marker": "o", "markersize": 4, "markerfacecolor": "white"}
+                style: dict[str, Any] = {"linewidth": 1} if name == _TRAINING else marked
+                axes.plot(steps, numbers, color=_LINE, label=name, **style)
             axes.set_title(title, loc="left", fontsize=10)
             axes.set_xlabel("optimizer step")
             axes.grid(axis="y", color=_GRID)

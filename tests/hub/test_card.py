@@ -187,7 +187,7 @@ def test_what_the_author_wrote_is_kept_and_what_the_caller_gives_wins():
 @pytest.mark.parametrize("has_matplotlib", [True, False])
 def test_the_picture_is_there_where_matplotlib_is(tmp_path, monkeypatch, caplog, has_matplotlib):
     if not has_matplotlib:
-        monkeypatch.setattr(picture, "is_available", lambda: False)
+        monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with caplog.at_level("WARNING"):
         write_model_card(patched(), tmp_path, log_history=HISTORY + EVALUATED)
     named = "](training.png)" in (tmp_path / "README.md").read_text()
