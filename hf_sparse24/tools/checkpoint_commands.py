@@ -2,8 +2,6 @@
 
 import argparse
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ _OF_A_MODEL += ["trainer_state.json", "*_results.json"]
 
 
 def export(options: argparse.Namespace) -> int:
-    """Export a training checkpoint, or a dense export again, with its tokenizer."""
+    """Export a training checkpoint, or a dense export again, with its tokenizer, and print what was written."""
     check_destination(options.directory)  # before anything is downloaded or loaded
     source = local_files(options.checkpoint, [*WEIGHTS, *OF_A_TOKENIZER])
     empty, own = read_model(source)  # a wrong value of the config is told before weights are read
@@ -45,8 +43,19 @@ def export(options: argparse.Namespace) -> int:
     model = load_whole(type(empty), source)
     if listing is not None:
         _patch_export(model, listing, read_json(source / MANIFEST)["config"])
-    write = partial(export_model, model, format=options.format, values=options.values)
-    return _finish(source, options, write)
+    directory = options.directory
+    export_model(model, directory, options.format, options.max_shard_size, options.values)
+    others = [path for pattern in OF_A_TOKENIZER for path in source.glob(pattern)]
+    others = [path for path in others if not any(path.match(pattern) for pattern in _OF_A_MODEL)]
+    for path in others:
+        copy = Path(directory) / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        if not (copy.exists() and copy.samefile(path)):
+            copy.unlink(missing_ok=True)  # it may be read-only, as what it is a copy of
+            shutil.copy2(path, copy)
+    if not others:
+        print(f"{source} has no tokenizer: tokenizer.save_pretrained({str(directory)!r}) adds one")
+    return inspect(argparse.Namespace(checkpoint=directory))
 
 
 def _patch_export(model: PreTrainedModel, listing: Listing, config: dict[str, Any]) -> None:
@@ -73,23 +82,6 @@ def load_whole(cls: type[PreTrainedModel], source: Path) -> PreTrainedModel:
     if wrong:
         raise ValueError(f"{source}: {min(wrong)}; copy or download it again")
     return model
-
-
-def _finish(source: Path, options: argparse.Namespace, write: Callable[..., None]) -> int:
-    """Write a model to a directory, copy the tokenizer's files, and print what was written."""
-    directory = options.directory
-    write(directory=directory, max_shard_size=options.max_shard_size)
-    others = [path for pattern in OF_A_TOKENIZER for path in source.glob(pattern)]
-    others = [path for path in others if not any(path.match(pattern) for pattern in _OF_A_MODEL)]
-    for path in others:
-        copy = Path(directory) / path.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
-        if not (copy.exists() and copy.samefile(path)):
-            copy.unlink(missing_ok=True)  # it may be read-only, as what it is a copy of
-            shutil.copy2(path, copy)
-    if not others:
-        print(f"{source} has no tokenizer: tokenizer.save_pretrained({str(directory)!r}) adds one")
-    return inspect(argparse.Namespace(checkpoint=directory))
 
 
 def inspect(options: argparse.Namespace) -> int:
