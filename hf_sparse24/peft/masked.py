@@ -37,12 +37,11 @@ UNMERGED = "sparse24_unmerged"  # attribute of a merged adapter with the `Unmerg
 
 
 @torch.no_grad()
-def weight_of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weight `[out, in]` that a linear layer, sparse or not, multiplies by; the caller must not change it.
-    With the `dtype` of a sparse layer's GEMM, it is the layer's own encoding."""
+def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weight `[out, in]` that a linear layer multiplies by; the caller must not change it. Of a sparse
+    layer, whose GEMM is in `dtype`, it is the layer's own encoding."""
     if is_pruned(layer):
-        sparse = layer.sparse24["weight"]
-        (weight,) = sparse.encoded([Wanted(PRUNED)], dtype or sparse.parameter.dtype)
+        (weight,) = layer.sparse24["weight"].encoded([Wanted(PRUNED)], dtype)
         return weight
     return out_in(layer, layer.weight.detach())
 
