@@ -29,12 +29,7 @@ logger = get_logger(__name__)
 
 
 class Unmerged:
-    """A linear layer before something is merged into it.
-
-    expose     `.weight` is the weight that the layer computes with; all its tensors are copies, to be written to
-    accept     the layer computes with `.weight` as it is now, if that is possible
-    restore    the layer is what it was, bit for bit
-    """
+    """A linear layer before something is merged into it, which `restore` makes it again, bit for bit."""
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -49,7 +44,8 @@ class Unmerged:
 
     @torch.no_grad()
     def expose(self) -> "Unmerged":
-        """Let `.weight` be a dense copy of the weight that the layer computes with; a packed layer is unpacked."""
+        """Let `.weight` be the weight that the layer computes with. All its tensors are copies, to be written to, and a
+        packed layer is unpacked."""
         layer = self.layer
         if self.packed is not None:
             unpack_weight(layer.sparse24["weight"])
