@@ -25,17 +25,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sparse24_kernels.cache_folder import write_json
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.export import export_model
