@@ -77,8 +77,7 @@ def _compile(field: str, value: str) -> Any:
             f"out, or with the flag x; write a simpler one, or list names"
         )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `re` announces another meaning of "[["; `regex` keeps this one
+        with warnings.catch_warnings(action="ignore"):  # `re` announces another meaning of "[["; `regex` keeps this one
             re.compile(value)
             return regex.compile(value)
     except Exception as error:  # besides re.error, OverflowError and RecursionError

@@ -38,7 +38,6 @@ if hasattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES"):
 class Sparse24Quantizer(HfQuantizer):
     """Patches a model while `from_pretrained` loads it, from a sparse or a dense checkpoint."""
 
-    requires_calibration = False
     is_compileable = True
     names_in_files: Set[str] = frozenset()  # not where the user passes a state_dict
     run: SparseRun | None = None  # of packed masters
