@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..progress import Progress, get_logger
-from .block import Block, BlockExample
+from .calibration import Block, BlockExample
 from .options import Options
 
 logger = get_logger(__name__)

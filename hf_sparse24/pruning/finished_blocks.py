@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..files import locked_directory, written_whole
-from .block import Block
+from .calibration import Block
 from .replay import ModelInputs
 from .report import LayerReport
 

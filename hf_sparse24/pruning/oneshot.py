@@ -22,9 +22,8 @@ from ..progress import Progress, get_logger
 from ..run import patched_config, set_phase, sparse_run
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
-from .block import Block
 from .blockwise import reconstruct_block
-from .calibration import calibrate, check_batch, uncached
+from .calibration import Block, calibrate, check_batch, uncached
 from .finished_blocks import FinishedBlocks
 from .options import Options, check_config, check_weights
 from .prune_layer import prune_layer, round_layer
