@@ -154,9 +154,8 @@ def _number_of_bytes(size: int | str) -> int:
         return size
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])B", size.strip().upper())
     if found is None:
-        raise ValueError(
-            f"max_shard_size={size!r}: must be a number of bytes, or one of KB, MB, GB or TB such as '5GB'"
-        )
+        allowed = "a number of bytes, or one of KB, MB, GB or TB such as '5GB'"
+        raise ValueError(f"max_shard_size={size!r}: must be {allowed}")
     return int(float(found[1]) * 1000 ** (1 + "KMGT".index(found[2])))
 
 
@@ -167,9 +166,8 @@ def _write(model: PreTrainedModel, new: Path, files: Files, format: str, values:
     fingerprint = make_fingerprint(model.config.quantization_config.to_dict(), files, model.state_dict().items())
     packed = dict(lazy.packed for group in files.values() for lazy in group if lazy.packed is not None)
     fields: dict[str, object] = model.config.__dict__
-    hidden: dict[str, object] = {
-        name: fields.pop(name) for name in ("quantization_config", "distributed_config") if name in fields
-    }
+    names = ["quantization_config", "distributed_config"]
+    hidden = {name: fields.pop(name) for name in names if name in fields}
     try:
         if packed:
             model.config.quantization_config = packed_config(saved, PackedFormat(packed, values, fingerprint))

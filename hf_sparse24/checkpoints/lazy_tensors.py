@@ -1,7 +1,7 @@
 """The tensors that an export writes: their names, dtypes and shapes are known at once, their values on request."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import sparse24_kernels as kernels
 import torch
@@ -105,13 +105,12 @@ def _saved_tensors(model: PreTrainedModel, weights: Weights) -> dict[str, Tensor
     In place of packed weights stand dense tensors on the meta device."""
     state_dict = {}
     for name, tensor in model.state_dict().items():
-        master = packed_weight_name(name)
-        weight = weights.get(master) if master else None
+        master = packed_weight_name(name) or ""
+        weight = weights.get(master)
         if weight is None:
             state_dict[name] = tensor
-        elif name == buffer_names(cast(str, master))[0]:
-            dense = tensor.new_empty(weight.sizes, device="meta")
-            state_dict[cast(str, master)] = weight.storage.out_in(dense)
+        elif name == buffer_names(master)[0]:
+            state_dict[master] = weight.storage.out_in(tensor.new_empty(weight.sizes, device="meta"))
     ignored = {name for key, weight in weights.items() for name in weight.state.in_model(key)}
     ignored |= {*(model._keys_to_ignore_on_save or ())}
     others = {name: x for name, x in state_dict.items() if name not in weights and name not in ignored}

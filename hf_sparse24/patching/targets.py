@@ -204,9 +204,8 @@ def _layer_patterns(config: Any, targets: set[str], places: dict[str, Place]) ->
     for names, pattern in own.items():
         chosen = _picked("layer_patterns", names, places)
         if places and not chosen & targets:
-            raise ValueError(
-                f"layer_patterns={names!r}: none of its layers is in target_modules={config.target_modules!r}"
-            )
+            where = f"target_modules={config.target_modules!r}"
+            raise ValueError(f"layer_patterns={names!r}: none of its layers is in {where}")
         for name in sorted(chosen & targets):
             other = chosen_by.setdefault(name, names)
             if own[other] != pattern:

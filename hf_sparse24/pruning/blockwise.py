@@ -71,9 +71,8 @@ def reconstruct_block(
     if not after < error:
         for parameter, values in zip(trained, start):
             parameter.copy_(values)
-        logger.warning(
-            f"{name}: reconstruction undone (error {error:.3f}, then {after:.3f}); lower learning_rate, or take bf16"
-        )
+        way = "lower learning_rate, or take bf16"
+        logger.warning(f"{name}: reconstruction undone (error {error:.3f}, then {after:.3f}); {way}")
         after = error
     return error, after
 

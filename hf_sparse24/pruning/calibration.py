@@ -80,9 +80,8 @@ def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:
     try:
         inspect.signature(model.forward).bind(**inputs)
     except TypeError as error:  # as with a SentenceTransformer, which takes one dict
-        raise ValueError(
-            f"{type(model).__name__} is not called with {sorted(inputs)} ({error}); prune the Transformers model inside"
-        ) from error
+        what = f"{type(model).__name__} is not called with {sorted(inputs)} ({error})"
+        raise ValueError(f"{what}; prune the Transformers model inside") from error
 
 
 def _check_padding(index: int, inputs: ModelInputs) -> None:
@@ -165,9 +164,8 @@ def _examples(
     ours = [call for call, _ in calls if replay.blocks[call.block] == block]
     outputs = [tensors(effect.output)[0] for call, effect in targets if replay.blocks[call.block] == block]
     if len(ours) != len(outputs):
-        raise ValueError(
-            f"reconstruct='block' cannot train {block}: other blocks run between its calls; take reconstruct='layer'"
-        )
+        why = "other blocks run between its calls; take reconstruct='layer'"
+        raise ValueError(f"reconstruct='block' cannot train {block}: {why}")
     masks = padding_masks(inputs)
     return [BlockExample(call, output, counted(masks, output)) for call, output in zip(ours, outputs)]
 

@@ -25,9 +25,8 @@ def prune_layer(name: str, target: SparseWeight, inputs: Statistics, options: Op
     prune, solver = CRITERIA[options.criterion], getattr(target.method, "both_ways", None)
     values, mask, damping = prune(dense, inputs, target.pattern, options.damping, solver)
     if damping != options.damping:
-        logger.warning(
-            f"{layer_name(name)}: Gram matrix not positive definite with damping={options.damping}; used {damping:g}"
-        )
+        what = f"Gram matrix not positive definite with damping={options.damping}"
+        logger.warning(f"{layer_name(name)}: {what}; used {damping:g}")
     after = _with_bias(values, bias)
     if options.reconstruct == "layer":
         assert isinstance(inputs, Gram)

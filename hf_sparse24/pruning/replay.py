@@ -230,6 +230,4 @@ def _copy(effect: Effect) -> Effect:
 
 def _nan(effect: Effect) -> Effect:
     """Return the effect with NaN for every float, which takes no memory. Other tensors are kept."""
-    return tree_map_only(
-        Tensor, lambda x: x.new_full((), torch.nan).expand_as(x) if x.is_floating_point() else x, effect
-    )
+    return tree_map_only(Tensor, lambda x: x.new_tensor(torch.nan).expand_as(x) if x.is_floating_point() else x, effect)

@@ -34,9 +34,8 @@ def devices() -> list[torch.device]:
 
 def choices(device: torch.device) -> list[tuple[str, str, str]]:
     """Rows of each kind of work on `device`: the work, what runs it, and why."""
-    plan = plan_gemm(
-        linear_problem(8192, 4096, 4096, torch.float32 if device.type == "cpu" else torch.bfloat16), device
-    )
+    large = linear_problem(8192, 4096, 4096, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    plan = plan_gemm(large, device)
     rows = [
         ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
         ("GEMMs of 4096 x 4096", plan.backend.name, plan.reason),

@@ -106,9 +106,8 @@ class PruneJob:
         blocks = make_blocks(documents, self.tokenizer, length, most, options.seed)
         found, held_out = f"the text has {len(blocks) * length:,} tokens", min(MEASURED, math.ceil(len(blocks) / 20))
         if len(blocks) < LEAST:
-            raise ValueError(
-                f"{found} in whole blocks of {length}: at least {LEAST * length:,} are needed, so give more"
-            )
+            needed = f"at least {LEAST * length:,} are needed, so give more"
+            raise ValueError(f"{found} in whole blocks of {length}: {needed}")
         self.held_out, blocks = blocks[:held_out], blocks[held_out:]
         used = min(len(blocks), count + training)
         limit = used - bool(training)
