@@ -18,7 +18,6 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def adapters_in(model: nn.Module) -> list[Any]:
-    """The adapters in a model."""
     return [module for module in model.modules() if is_adapter(module)]
 
 

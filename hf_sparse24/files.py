@@ -17,8 +17,7 @@ except ImportError:  # Windows: two processes that write to one directory are no
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a path to write to. When the block ends, that file replaces `path`; where it raises, `path` stays. OSError
-    for the error of safetensors, of a full disk."""
+    """Yield a path to a file that replaces `path`, unless the block raises. OSError: safetensors met a full disk."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part

@@ -49,15 +49,13 @@ class PackedFormat:
         return cls(patterns, stored, export)
 
     def to_dict(self) -> dict[str, object]:
-        """The entry `packed` of `config.json`."""
         weights = {name: str(pattern) for name, pattern in self.weights.items()}
         named = {} if self.export is None else {"export": self.export}
         return {"version": self.VERSION, "values": self.values, "weights": weights} | named
 
 
 def buffer_names(name: str) -> tuple[str, str, str]:
-    """Names of a packed weight's values, mask and, of int8 values, scales: in its module or, by its whole name, in a
-    file."""
+    """Names of a packed weight's values, mask and, of int8 values, scales: in its module, or by whole name in files."""
     path, dot, name = name.rpartition(".")
     # Transformers renames or splits what begins like the weights of some architectures, so these begin differently.
     values, mask, scales = (f"{path}{dot}packed_{name}_{part}" for part in ("values", "mask", "scales"))

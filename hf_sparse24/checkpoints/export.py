@@ -187,8 +187,7 @@ def _write(model: PreTrainedModel, new: Path, files: Files, format: str, values:
 
 
 def _write_weights(new: Path, files: Files, index_name: str, fingerprint: str) -> tuple[SparseGroups, dict[str, str]]:
-    """Write the files of the weights, and their index; return the groups of the sparse tensors that are stored dense,
-    and the sha256 of each file by name."""
+    """The groups of sparse tensors that are stored dense, and each file's sha256; writes the files and their index."""
     if len(files) > 1:  # a reader with another export's index finds that export's files or an error, never these
         files = {file.replace("-", f"-{fingerprint[:8]}-", 1): group for file, group in files.items()}
     sparse: SparseGroups = {}

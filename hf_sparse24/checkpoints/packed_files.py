@@ -23,8 +23,7 @@ from .safetensors_file import DTYPES, read_headers
 
 
 def check_files(packed: PackedFormat, files: Sequence[str | Path]) -> Set[str]:
-    """Return the names of the tensors in files. ValueError: they were not exported with `config.json`, or have other
-    packed weights than it lists."""
+    """Names of the tensors in files. ValueError: not of `config.json`'s export, or with other packed weights."""
     for file in map(str, files):
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: a packed checkpoint has safetensors files alone; nothing was read from this one")

@@ -215,8 +215,7 @@ def _layer_patterns(config: Any, targets: set[str], places: dict[str, Place]) ->
 
 
 def _towers(model: nn.Module) -> dict[int, str]:
-    """Return the classes of the parts of a model that read images or sound, by the part's id, where it writes text: the
-    towers of CLIP are equals."""
+    """Classes of a model's parts that read images or sound, by id, where it writes text: CLIP's towers are equals."""
     kinds: set[type] = set()
     towers, writes_text = {}, False
     for module in model.modules():  # from the outside in

@@ -91,7 +91,6 @@ class SparseAware:
     def _create_and_replace(
         self, peft_config: Any, adapter_name: str, target: Any, name: str, parent: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Add an adapter to one layer."""
         with attaching(parent, name, adapter_name):
             super()._create_and_replace(peft_config, adapter_name, target, name, parent, *args, **kwargs)  # type: ignore[misc]
 

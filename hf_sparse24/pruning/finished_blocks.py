@@ -57,7 +57,6 @@ class FinishedBlocks:
         return block in self._paths
 
     def save(self, block: Block) -> None:
-        """Write the file of a pruned block."""
         if self.directory is None:
             return
         tensors = {key: value.detach().cpu().contiguous() for key, value in block.module.named_parameters()}

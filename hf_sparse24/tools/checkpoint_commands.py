@@ -59,8 +59,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _patch_export(model: PreTrainedModel, listing: Listing, config: dict[str, Any]) -> None:
-    """Patch the model of a dense export, by the layers that its config names, so that it keeps its zeros. ValueError:
-    listed weights are not sparse."""
+    """Patch the model of a dense export by the layers of its config, to keep its zeros. ValueError: one is dense."""
     if not listing.weights:
         raise ValueError(f"{listing.source} lists no sparse weights: the export is dense")
     shared = {name: config[name] for name in SHARED if name in config and name not in ("method", "backend")}

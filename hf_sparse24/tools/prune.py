@@ -210,8 +210,7 @@ def _own_text(job: PruneJob, dense: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def _train(job: PruneJob, model: PreTrainedModel, dense: PreTrainedModel) -> PreTrainedModel:
-    """Train the kept weights, or go on with that; the trained model. KeyboardInterrupt: Ctrl-C was pressed, and a
-    checkpoint is saved."""
+    """The model with its kept weights trained, or trained on. KeyboardInterrupt: Ctrl-C; a checkpoint is saved."""
     folder, on_cpu = job.work / "training", job.device == "cpu"
     settings: dict[str, Any] = {"max_steps": job.steps, "per_device_train_batch_size": job.batch_size}
     settings |= {"learning_rate": job.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
