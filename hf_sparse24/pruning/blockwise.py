@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..progress import Progress, get_logger
 from .calibration import Block, BlockExample
-from .options import Options
+from .prune_layer import Options
 
 logger = get_logger(__name__)
 

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 from ..config import Sparse24Config
 from ..extensions import adapters_in
-from ..methods import ONESHOT_METHOD
+from ..methods import ONESHOT_METHOD, method_class
+from ..patching.masters import check_dense_master
 from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
 from ..progress import Progress, get_logger
 from ..run import patched_config, set_phase, sparse_run
-from ..weights.sparse_weight import sparse_weights
+from ..weights.sharding import check_whole
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import layer_name
 from .blockwise import reconstruct_block
 from .calibration import Block, calibrate, check_batch, uncached
 from .finished_blocks import FinishedBlocks
-from .options import Options, check_config, check_weights
-from .prune_layer import prune_layer, round_layer
+from .prune_layer import Options, prune_layer, round_layer
 from .report import BlockReport, LayerReport, OneshotReport
 
 logger = get_logger(__name__)
@@ -102,7 +103,7 @@ def oneshot(
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
     options = Options(criterion, reconstruct, PASSES if passes is None else passes, learning_rate, damping, values)
-    check_config(config)
+    _check_config(config)
     if patched_config(model) is not None:
         raise ValueError("the model is already patched; call unpatch_model(model) first")
     if adapters_in(model):
@@ -117,7 +118,7 @@ def oneshot(
     patch = replace(patch_model(model, config), is_pretrained=False)  # nothing has to be done first
     weights = sparse_weights(model)
     with _all_or_nothing(model) as originals:
-        check_weights(weights)
+        _check_weights(weights)
         if values == "int8":
             check_packed_forms(weights, "values='int8'", "are not rounded")
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
@@ -140,6 +141,30 @@ def oneshot(
     if few:
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
     return OneshotReport(criterion, reconstruct, tuple(reports.values()), patch, values, tuple(pruning.blocks))
+
+
+def _check_config(config: Sparse24Config) -> None:
+    """Raise ValueError unless a config's method keeps the masks that `oneshot` chooses."""
+    if not isinstance(config, Sparse24Config):
+        raise ValueError(f"config={config!r}: must be a Sparse24Config or None")
+    if not method_class(config.method).overrides("adopt_mask"):
+        raise ValueError(f"method={config.method!r}: does not keep oneshot's masks; {ONESHOT_METHOD!r} does")
+    way = "afterwards call patch_model(unpatch_model(model), config) with it, which keeps the zeros"
+    check_dense_master(config, f"oneshot prunes dense weights; leave it out, and {way}")
+    if getattr(config, "dense_start", 0):
+        raise ValueError(f"dense_start={config.dense_start!r}: other masks would be chosen after it; leave it at 0")
+
+
+def _check_weights(weights: dict[str, SparseWeight]) -> None:
+    """Raise ValueError unless the weights are there and whole, and none is a stack of experts."""
+    stacks = [name for name, weight in weights.items() if weight.is_stack]
+    if stacks:
+        names = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+        raise ValueError(f"{stacks[0]} is a stack of experts, which oneshot cannot prune: exclude_modules={names}")
+    for name, weight in weights.items():
+        check_whole(name, weight.master)
+        if weight.parameter.is_meta:
+            raise ValueError(f"{layer_name(name)} has no weight yet (meta device): load the model onto a device first")
 
 
 @contextmanager

@@ -1,20 +1,77 @@
-"""prune_layer: one linear layer's new weight and bias, from statistics of its inputs."""
+"""prune_layer: one linear layer's new weight and bias, by Options and a criterion, from statistics of its inputs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from sparse24_kernels import apply_mask
+from sparse24_kernels import Pattern, apply_mask, nm_mask, transposable_mask
 from torch import Tensor, nn
 
 from ..metrics import kept_magnitude
+from ..packed_format import check_values
 from ..progress import get_logger
 from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from . import layerwise
-from .options import CRITERIA, Options
 from .report import LayerReport
-from .statistics import Gram, Statistics, matrix
+from .statistics import Gram, InputNorms, Statistics, matrix
 
 logger = get_logger(__name__)
+
+Pruned = tuple[Tensor, Tensor, float]
+"""The pruned weight `[out, in]`, zero off the mask; its bool mask, N of every M inputs; the damping that it took."""
+
+
+def _magnitude(weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None) -> Pruned:
+    mask = nm_mask(weight, *pattern) if solver is None else transposable_mask(weight, *pattern, solver)
+    return apply_mask(weight, mask), mask, damping
+
+
+def _wanda(weight: Tensor, inputs: Statistics, pattern: Pattern, damping: float, solver: str | None) -> Pruned:
+    """The n of every m inputs with the largest `|W_ij| * ||X_j||_2`: Sun et al. 2023 (arXiv 2306.11695), eq. (1)."""
+    mask = layerwise.best_mask(weight.abs() * inputs.squares.sqrt(), *pattern, -1, solver)
+    return apply_mask(weight, mask), mask, damping
+
+
+def _sparsegpt(weight: Tensor, inputs: Gram, pattern: Pattern, damping: float, solver: str | None) -> Pruned:
+    return layerwise.sparsegpt(weight, inputs.matrix[:-1, :-1], *pattern, damping, solver=solver)
+
+
+CRITERIA: dict[str, Callable[..., Pruned]] = {"magnitude": _magnitude, "wanda": _wanda, "sparsegpt": _sparsegpt}
+"""Functions that prune one layer, by the statistics of its inputs. `solver` is that of `KeptMaskMethod.both_ways`."""
+RECONSTRUCTIONS = ("block", "layer", None)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `oneshot` of these names, checked."""
+
+    criterion: str
+    reconstruct: str | None
+    passes: int
+    learning_rate: float
+    damping: float
+    values: str
+
+    def __post_init__(self):
+        check_values(self.values)
+        for name, allowed in (("criterion", tuple(CRITERIA)), ("reconstruct", RECONSTRUCTIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {list(allowed)}")
+        if not (isinstance(self.passes, int) and self.passes >= 1):
+            raise ValueError(f"passes={self.passes!r}: must be an int of at least 1; reconstruct=None trains nothing")
+        if not (isinstance(self.learning_rate, int | float) and 0 < self.learning_rate < 1):
+            raise ValueError(f"learning_rate={self.learning_rate!r}: must be between 0 and 1")
+        if not (isinstance(self.damping, int | float) and 0 <= self.damping < math.inf):
+            raise ValueError(f"damping={self.damping!r}: must be a finite number >= 0")
+
+    @property
+    def statistics(self) -> type[Gram] | type[InputNorms]:
+        """The statistics to keep of a layer's inputs. A Gram matrix costs as much as running the block."""
+        needs_gram = self.criterion == "sparsegpt" or self.reconstruct == "layer" or self.values == "int8"
+        return Gram if needs_gram else InputNorms
 
 
 def prune_layer(name: str, target: SparseWeight, inputs: Statistics, options: Options) -> tuple[LayerReport, Tensor]:

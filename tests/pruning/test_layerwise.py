@@ -11,7 +11,7 @@ from sparse24_kernels import Pattern, nm_mask
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning import layerwise
 from hf_sparse24.pruning.layerwise import least_squares, ridge, round_to_int8, sparsegpt
-from hf_sparse24.pruning.options import CRITERIA
+from hf_sparse24.pruning.prune_layer import CRITERIA
 
 
 def output_norm(weight: torch.Tensor, gram: torch.Tensor) -> float:

@@ -25,7 +25,7 @@ from hf_sparse24 import (
 )
 from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.pruning import layerwise
-from hf_sparse24.pruning.options import CRITERIA
+from hf_sparse24.pruning.prune_layer import CRITERIA
 from hf_sparse24.pruning.report import OneshotReport
 from hf_sparse24.run import patched_config
 from hf_sparse24.weights.storage import PACKED
