@@ -7,8 +7,7 @@ from typing import Any, Self
 
 from .packed_format import PackedFormat
 
-MARKER = "saved_by_hf_sparse24"
-"""The name of a tensor in the files of a training checkpoint, which a dense model does not keep when it loads them."""
+MARKER = "saved_by_hf_sparse24"  # a tensor in files of training checkpoints, which dense models do not keep
 
 
 def check_phase(phase: object, phases: Collection[str]) -> None:
@@ -44,5 +43,4 @@ class RunFacts:
         return cls(phase, values.get("finished") is True, form, pruning, values.get("marked") is True)
 
 
-FACTS = tuple(field.name for field in fields(RunFacts))
-"""The keys of `config.json` that belong to the run; all others belong to the config."""
+FACTS = tuple(field.name for field in fields(RunFacts))  # keys of `config.json`; all others belong to the config

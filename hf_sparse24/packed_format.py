@@ -13,8 +13,7 @@ from sparse24_kernels import Pattern
 
 PACKED_INDEX = "packed.safetensors.index.json"
 
-VALUES = ("float", "int8")
-"""Packed values are stored in the weight's own dtype, or as int8 with a scale for each row and 128 weights."""
+VALUES = ("float", "int8")  # in the weight's own dtype, or as int8 with a scale for each row and 128 weights
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ from .safetensors_file import read_headers, write_safetensors
 
 logger = get_logger(__name__)
 
-Files = dict[str, list[LazyTensors]]
-"""The tensors by the name of their file, in the order of writing."""
+Files = dict[str, list[LazyTensors]]  # the tensors by the name of their file, in the order of writing
 
 WEIGHT_FILES = re.compile(
     rf"(model|packed)((-[0-9a-f]{{8}})?-\d+-of-\d+\.safetensors|\.safetensors(\.index\.json)?)|{re.escape(MANIFEST)}"

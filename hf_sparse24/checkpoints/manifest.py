@@ -15,8 +15,7 @@ from ..metrics import is_nm_sparse
 
 MANIFEST = "sparse24.json"
 FORMATS = ("dense", "packed")
-SparseGroups = dict[str, tuple[int, Pattern]]
-"""The dimension, -1 or -2, and the pattern of the groups of each sparse tensor, by its name in the files."""
+SparseGroups = dict[str, tuple[int, Pattern]]  # dimension of the groups (-1 or -2) and N:M of each tensor in the files
 
 
 def write_manifest(

@@ -49,8 +49,7 @@ class Sparse24Quantizer(HfQuantizer):
         self.saved = SavedConfig(config)
         if self.pre_quantized and isinstance(quantization_config, SavedConfig):
             self.saved = quantization_config
-        self.packed: PackedFormat | None = self.saved.facts.packed
-        """The entry `packed` of the checkpoint's config; None where no weight is packed."""
+        self.packed: PackedFormat | None = self.saved.facts.packed  # None where no weight is packed
         self.has_packed_master = wants_packed_master(config)
         self.is_late = False  # whether a dense checkpoint is loaded first, and the model patched then
 

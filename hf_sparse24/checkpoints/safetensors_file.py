@@ -14,8 +14,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 DTYPES = {dtype: text for text, dtype in str_to_torch_dtype.items()}
 DTYPES |= {torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64"}  # which Transformers does not load
-MARK = "hf_sparse24_export"
-"""The key, in a header's metadata, of the export that the file belongs to; its value differs between two exports."""
+MARK = "hf_sparse24_export"  # the key of the file's export in the header's metadata; two exports have other values
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], mark: str) -> str:

@@ -45,8 +45,7 @@ READ_BY = {
 """The layers whose weights a class of PyTorch or Transformers multiplies by itself: a sparse layer's forward would not
 run. A test looks for others in the installed Transformers."""
 
-PLAIN = ("FalconLinear",)
-"""Subclasses of `nn.Linear` with a forward that computes the same."""
+PLAIN = ("FalconLinear",)  # subclasses of `nn.Linear` with a forward that computes the same
 
 
 def unsupported_reason(path: Sequence[tuple[str, nn.Module]], parameter: str, method: SparseMethod) -> str | None:

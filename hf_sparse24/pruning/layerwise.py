@@ -28,8 +28,7 @@ def ridge(gram: Tensor, damping: float) -> float:
 
 
 MAX_ITERATIONS, SWEEPS = 300, 2  # of `least_squares` and of `round_to_int8`
-WIDTH = 128
-"""Columns that `sparsegpt` and `round_to_int8` finish before they touch those further right, for speed."""
+WIDTH = 128  # columns that `sparsegpt` and `round_to_int8` finish before they touch those further right, for speed
 
 
 def sparsegpt(

@@ -32,8 +32,7 @@ from .report import BlockReport, LayerReport, OneshotReport
 
 logger = get_logger(__name__)
 
-PASSES, STEPS = 8, 1_000
-"""Default passes of block reconstruction: 8, or fewer, to stay within 1,000 steps."""
+PASSES, STEPS = 8, 1_000  # default passes of block reconstruction: 8, or fewer, to stay within 1,000 steps
 
 
 @torch.inference_mode(False)

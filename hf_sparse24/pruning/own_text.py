@@ -13,7 +13,6 @@ logger = get_logger(__name__)
 
 # Between the documents that most models learned from; instruction tuning gives many another `bos_token`.
 SEPARATOR = "<|endoftext|>"
-
 BATCH = 32  # sequences that are written at a time: a bound on memory
 
 

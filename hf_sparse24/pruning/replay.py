@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-ModelInputs = dict[str, Any]
-"""One batch of calibration data: keyword arguments of the model, tensors, numbers, bools or strings."""
+ModelInputs = dict[str, Any]  # a batch: keyword arguments of the model, tensors, numbers, bools or strings
 
 
 class Effect(NamedTuple):
@@ -59,8 +58,7 @@ class Call:
         return [tensor._version for tensor in given if not tensor.is_inference()]
 
 
-Computed = list[tuple[Call, Effect]]
-"""Calls that a pass has computed, with their effects."""
+Computed = list[tuple[Call, Effect]]  # calls that a pass has computed, with their effects
 
 
 @dataclass(frozen=True)
