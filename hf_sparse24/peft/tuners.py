@@ -31,17 +31,8 @@ KEY = "sparse24"
 
 
 def record_base(model: nn.Module, config: Any) -> None:
-    """Let the `PeftConfig` of an adapter that is about to be added save by what its base is sparse."""
-    config.__dict__.pop("save_pretrained", None)  # of another model that it was used for
-    base = _sparse_by(model)
-    if base is not None:
-        # PEFT overwrites `auto_mapping` while it saves, and a new config with one is not told from a loaded one.
-        config.save_pretrained = functools.partial(_save_pretrained, config, base)
-
-
-def check_base(model: nn.Module, config: Any) -> None:
-    """Raise ValueError where a loaded adapter is for a base that is sparse by another method or pattern than `model`.
-    Warn where it was trained on a base that was not sparse, and `model` is."""
+    """Let the `PeftConfig` of an adapter that is about to be added save by what its base is sparse. ValueError: a
+    loaded one is of a base that is sparse by another method or pattern. Warn where its base was dense, unlike this."""
     recorded, found = (config.auto_mapping or {}).get(KEY), _sparse_by(model)
     if recorded not in (None, found):
         fields = ", ".join(f"{name}={value!r}" for name, value in recorded.items())
@@ -51,6 +42,10 @@ def check_base(model: nn.Module, config: Any) -> None:
     if recorded is None and found and config.inference_mode:  # not a new one
         way = "the masks of this sparse model change what it computes: load it on the model that it was trained on"
         logger.warning(f"the adapter was trained on a dense base, and {way}")
+    config.__dict__.pop("save_pretrained", None)  # of another model that it was used for
+    if found is not None:
+        # PEFT overwrites `auto_mapping` while it saves, and a new config with one is not told from a loaded one.
+        config.save_pretrained = functools.partial(_save_pretrained, config, found)
 
 
 def _sparse_by(model: nn.Module) -> dict[str, str] | None:
@@ -75,9 +70,7 @@ class SparseAware:
 
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter to all layers that it targets. After a ValueError the model may have a part of it."""
-        config = self.peft_config[adapter_name]
-        check_base(model, config)
-        record_base(model, config)
+        record_base(model, self.peft_config[adapter_name])
         super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
         check_adapters(model)
         adopt(model)  # copies that `modules_to_save` trains
