@@ -130,13 +130,11 @@ def _find_places(model: nn.Module) -> dict[str, Place]:
     """Return the places of all linear layers and stacks of experts' weights, by the layer's name."""
     places: dict[str, Place] = {}
     for name, module in model.named_modules():
-        found = {key: weight for key, weight in module._parameters.items() if weight is not None}
+        parameters: list[str] = []
         if isinstance(module, nn.Linear | Conv1D):
             parameters = [] if isinstance(module, PackedModule) else ["weight"]
         elif "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]:
-            parameters = [key for key, weight in found.items() if weight.dim() == 3]
-        else:
-            parameters = []
+            parameters = [key for key, x in module._parameters.items() if x is not None and x.dim() == 3]
         for parameter in parameters:
             places[layer_name(f"{name}.{parameter}".removeprefix("."))] = find_place(model, name, parameter)
     return places

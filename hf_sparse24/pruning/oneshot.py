@@ -20,7 +20,7 @@ from ..patching.masters import check_dense_master
 from ..patching.packing import check_packed_forms
 from ..patching.surgery import patch_model, unpatch_model
 from ..progress import Progress, get_logger
-from ..run import patched_config, set_phase, sparse_run
+from ..run import patched_config, set_phase
 from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import layer_name
@@ -131,10 +131,8 @@ def oneshot(
                 pruning.add(block)
         set_phase(model, "sparse")
     layers = pruning.layers
-    run = sparse_run(model)
-    assert run is not None  # it is patched
     counts = {"batches": len(batches), "tokens": max(layer.tokens for layer in layers.values())}
-    run.record(pruning=asdict(options) | counts)
+    next(iter(weights.values())).run.record(pruning=asdict(options) | counts)
     reports = {name: layers[layer_name(name)] for name in weights if layer_name(name) in layers}
     few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
     if few:
