@@ -239,8 +239,7 @@ def _training(run: SparseRun, hyperparameters: Mapping[str, object] | None, plot
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
-    fields = {key: repr(value) for key, value in config.fields().items()}
-    settings = [f"    {key}={value}," for key, value in fields.items()]
+    settings = [f"    {key}={value!r}," for key, value in config.fields().items()]
     parts = ["## Training", f"Method `{config.method}`{link}. {title}", _python("Sparse24Config(", *settings, ")")]
     if pruning:
         rows = [[name, _number(value) if type(value) is int else str(value)] for name, value in pruning.items()]

@@ -68,17 +68,14 @@ def tune(options: argparse.Namespace) -> int:
         print(f"training: no sparse GEMM, which a CPU has in fp32, not in {options.dtype}")
         return 0
     print(f"{count(len(found), 'GEMM')} of training; Ctrl-C keeps what is done", flush=True)
+    sizes = "{0.m} x {0.n} x {0.k}".format
     with Progress("tuning", len(found), "GEMM", partial(print, flush=True)) as progress:
-        verdicts = autotune.tune(
-            found,
-            device,
-            lambda problem, done: progress.update(done - progress.done, f"{problem.m} x {problem.n} x {problem.k}"),
-        )
+        verdicts = autotune.tune(found, device, lambda problem, n: progress.update(n - progress.done, sizes(problem)))
         progress.update(len(found) - progress.done, "")
     rows = [["m x n x k", "runs", "dense us", "sparse us"]]
     for problem, verdict in verdicts.items():
         times = [f"{us:.1f}" if us else "-" for us in (verdict.dense_us, verdict.sparse_us)]
-        rows.append([f"{problem.m} x {problem.n} x {problem.k}", f"{verdict.backend}: {verdict.reason}", *times])
+        rows.append([sizes(problem), f"{verdict.backend}: {verdict.reason}", *times])
     print_table(rows)
     return 0
 
