@@ -108,8 +108,6 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
-def _marked(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
+@register("sparse24::nm_mask", lambda weight, n, m, dim, packed: empty_mask(weight, packed))
+def _nm_mask(weight: Tensor, n: int, m: int, dim: int, packed: bool) -> Tensor:
     return implementation("nm_mask", weight)(weight, n, m, dim, packed)
-
-
-_nm_mask = register("sparse24::nm_mask", _marked, lambda weight, n, m, dim, packed: empty_mask(weight, packed))

@@ -86,8 +86,6 @@ def _key(key: Tensor | int | None, device: torch.device) -> Tensor:
     raise ValueError(f"mvue: key={described(key)}: must be an int of 64 bits or an int64 0-d tensor")
 
 
-def _drawn(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
+@register("sparse24::mvue", lambda x, *how: x.new_empty(form_shape(how[-1], x.shape)))
+def _mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form: str) -> Tensor:
     return implementation("mvue", x)(x, key, n, m, dim, estimator, form)
-
-
-_mvue = register("sparse24::mvue", _drawn, lambda x, *how: x.new_empty(form_shape(how[-1], x.shape)))

@@ -202,7 +202,13 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     return _prune(grad, "mask", 2, 4, grad.dim() - 1, mask, None, grad.dtype, "dense")[0]
 
 
-def _pruned(
+@register(
+    "sparse24::prune",
+    lambda weight, rule, n, m, dim, mask, scale, dtype, forms: [
+        weight.new_empty(form_shape(form, weight.shape), dtype=dtype) for form in forms.split(",")
+    ],
+)
+def _prune(
     weight: Tensor,
     rule: str,
     n: int,
@@ -214,15 +220,6 @@ def _pruned(
     forms: str,  # with commas: a schema has no list of strings
 ) -> list[Tensor]:
     return implementation("prune", weight)(weight, Pruning(rule, n, m, dim, mask, scale, dtype, forms.split(",")))
-
-
-_prune = register(
-    "sparse24::prune",
-    _pruned,
-    lambda weight, rule, n, m, dim, mask, scale, dtype, forms: [
-        weight.new_empty(form_shape(form, weight.shape), dtype=dtype) for form in forms.split(",")
-    ],
-)
 
 
 @torch.library.custom_op("sparse24::s_ste_scale", mutates_args=())

@@ -17,14 +17,10 @@ from .problem import GemmProblem
 ROUNDS = 7
 
 
-def _packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
+@register("sparse24::packed_mm", lambda values, mask, dense: dense.new_empty(len(values), dense.shape[1]))
+def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
     """A packed 2:4 `[R, K]` times `[K, N]` -> `[R, N]`."""
     return implementation("packed_mm", dense)(values, mask, dense)
-
-
-packed_mm = register(
-    "sparse24::packed_mm", _packed_mm, lambda values, mask, dense: dense.new_empty(len(values), dense.shape[1])
-)
 
 
 def compress(matrix: Tensor) -> Tensor:

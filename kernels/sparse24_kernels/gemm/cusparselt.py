@@ -161,7 +161,8 @@ def compressed_columns(k: int) -> int:
     return k * 9 // 16
 
 
-def _compress(matrix: Tensor) -> Tensor:
+@register("sparse24::cslt_compress", lambda matrix: matrix.new_empty(len(matrix), compressed_columns(matrix.shape[1])))
+def compress(matrix: Tensor) -> Tensor:
     """A 2:4 matrix `[m, k]` in the library's own layout `[m, compressed_columns(k)]`.
 
     Rows are not rows of the matrix. The layout belongs to this device and library version: never save it.
@@ -178,14 +179,13 @@ def _compress(matrix: Tensor) -> Tensor:
     return compressed
 
 
-compress = register(
-    "sparse24::cslt_compress",
-    _compress,
-    lambda matrix: matrix.new_empty(len(matrix), compressed_columns(matrix.shape[1])),
-)
+def _fake_matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, *_: int) -> Tensor:
+    m, n = compressed.shape[0], dense.shape[1]
+    return dense.new_empty((n, m) if transposed else (m, n))
 
 
-def _matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int = 0) -> Tensor:
+@register("sparse24::cslt_mm", _fake_matmul)
+def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int = 0) -> Tensor:
     """`sparse @ dense (+ bias)`, as `[m, n]` or, transposed, as `[n, m]`; row-major either way.
 
     `dense` is `[k, n]`, and with `transposed` the transpose of a row-major `[n, k]` (other strides are copied); `bias`
@@ -215,14 +215,6 @@ def _matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: 
     if missing:
         result = result[:n] if transposed else result[:, :n].contiguous()
     return result
-
-
-def _fake_matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, *_: int) -> Tensor:
-    m, n = compressed.shape[0], dense.shape[1]
-    return dense.new_empty((n, m) if transposed else (m, n))
-
-
-matmul = register("sparse24::cslt_mm", _matmul, _fake_matmul)
 
 
 def search(compressed: Tensor, dense: Tensor, transposed: bool) -> int:

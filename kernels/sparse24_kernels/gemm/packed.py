@@ -17,16 +17,12 @@ FEW_TOKENS = 64
 other way moves four times the bytes. An estimate, not measured."""
 
 
-def _packed_linear(
+@register("sparse24::packed_linear", lambda x, values, *others: x.new_empty(x.shape[0], len(values)))
+def packed_linear(
     x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None
 ) -> Tensor:
     """`[T, K]` times a packed `[R, K]`, whose int8 values have scales, plus a bias `[R]` -> `[T, R]`."""
     return implementation("packed_linear", x)(x, values, mask, scales, m, bias)
-
-
-packed_linear = register(
-    "sparse24::packed_linear", _packed_linear, lambda x, values, *others: x.new_empty(x.shape[0], len(values))
-)
 
 
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
