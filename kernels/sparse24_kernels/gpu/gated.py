@@ -44,17 +44,10 @@ def _launch(inputs: list[Any], results: list[Any], kind: str) -> None:
         matrices = [None if x is None else x.reshape(-1, x.shape[-1]) for x in tensors]
         ROWS, COLUMNS = 64, 64
     rows, columns = matrices[0].shape
-    _kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
-        *matrices,
-        *[stride for x in matrices for stride in ((0, 0) if x is None else x.stride())],
-        rows,
-        columns,
-        KIND=kind,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=8,
-        enable_fp_fusion=True,
-    )
+    strides = [stride for x in matrices for stride in ((0, 0) if x is None else x.stride())]
+    options = {"KIND": kind, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 8, "enable_fp_fusion": True}
+    programs = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+    _kernel[(programs,)](*matrices, *strides, rows, columns, **options)
     for result, matrix in zip(results, matrices[len(inputs) :]):
         if result is not None and matrix.data_ptr() != result.data_ptr():
             # The strides of the leading dimensions fit no matrix, so `reshape` made a copy.

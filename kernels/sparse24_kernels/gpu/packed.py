@@ -121,25 +121,10 @@ def packed_linear(
     words, groups = (_as_int32(mask), 8) if columns % 32 == 0 else (mask.contiguous(), 2)
     length = triton.cdiv(triton.cdiv(columns, width), parts) * width
     sums = result if parts == 1 else x.new_empty(parts, tokens, rows, dtype=torch.float32)
-    _linear_kernel[(programs * parts,)](
-        x.contiguous(),
-        _as_int32(values),
-        words,
-        bias if parts == 1 else None,
-        sums,
-        tokens,
-        rows,
-        columns,
-        parts,
-        length,
-        TOKENS=block,
-        GROUPS=groups,
-        ROWS=height,
-        COLS=width,
-        num_warps=4,
-        num_stages=4,
-        enable_fp_fusion=True,
-    )
+    operands = x.contiguous(), _as_int32(values), words, bias if parts == 1 else None, sums
+    sizes = {"TOKENS": block, "GROUPS": groups, "ROWS": height, "COLS": width}
+    options = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
+    _linear_kernel[(programs * parts,)](*operands, tokens, rows, columns, parts, length, **sizes, **options)
     if parts > 1:
         size = (triton.cdiv(result.numel(), SUM),)
         _sum_kernel[size](sums, bias, result, parts, rows, result.numel(), SIZE=SUM, enable_fp_fusion=False)

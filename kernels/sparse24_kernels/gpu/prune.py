@@ -39,22 +39,11 @@ def prune(weight: Tensor, how: Pruning) -> list[Tensor]:
     rows, columns = matrix.shape
     out = {form: matrix.new_empty(form_shape(form, weight.shape), dtype=dtype) for form in forms}
     if matrix.numel():
-        _prune_kernel[grid(rows, columns)](
-            matrix,
-            None if mask is None else mask.contiguous(),
-            scale,
-            out.get("dense"),
-            out.get("transposed"),
-            out.get("sm90"),
-            out.get("sm90-transposed"),
-            rows,
-            columns,
-            RULE=rule,
-            DIM=along,
-            BITS=mask is not None and mask.dtype == torch.uint8,
-            TINY=smallest_kept(dtype, None if rule == "soft-threshold" else weight.dtype),
-            **LAUNCH,
-        )
+        operands = matrix, None if mask is None else mask.contiguous(), scale
+        results = [out.get(form) for form in ("dense", "transposed", "sm90", "sm90-transposed")]
+        tiny = smallest_kept(dtype, None if rule == "soft-threshold" else weight.dtype)
+        rules = {"RULE": rule, "DIM": along, "BITS": mask is not None and mask.dtype == torch.uint8, "TINY": tiny}
+        _prune_kernel[grid(rows, columns)](*operands, *results, rows, columns, **rules, **LAUNCH)
     return [out[form] for form in forms]
 
 
