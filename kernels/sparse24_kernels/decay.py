@@ -46,7 +46,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
         implementation("masked_decay_", grad)(grad, weight, mask, float(alpha))
         increment_version(grad)
     else:
-        reference.decay.masked_decay_(grad, weight, mask, float(alpha))
+        reference.masks.masked_decay_(grad, weight, mask, float(alpha))
     return grad
 
 

@@ -73,7 +73,7 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> None:
     """grad += alpha * (1 - mask) * weight, in place."""
     if not _has_decay(grad, weight, alpha):
-        return reference.decay.masked_decay_(grad, weight, mask, alpha)
+        return reference.masks.masked_decay_(grad, weight, mask, alpha)
     run("decay" if mask.dtype == torch.bool else "decay-bits", weight, grad, mask=mask, scale=alpha)
 
 

@@ -20,7 +20,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> N
     bits = mask.dtype == torch.uint8
     fits = all(x.is_contiguous() for x in (grad, weight, mask)) and not (bits and grad.shape[-1] % 8)
     if not fits or weight.dtype not in _DTYPES or abs(alpha) > torch.finfo(torch.float32).max:
-        return reference.decay.masked_decay_(grad, weight, mask, alpha)
+        return reference.masks.masked_decay_(grad, weight, mask, alpha)
     if grad.is_cpu and grad.dtype == weight.dtype:  # in the interpreter; on CPUs alone, torch rounds it to 16 bits
         alpha = torch.tensor(alpha, dtype=grad.dtype, device="cpu").item()
     if count := grad.numel():

@@ -11,14 +11,14 @@ Cases that the papers leave open have one result in every function:
 """
 
 from ..operators import Operators
-from . import decay, gated, masks, mvue, packed, prune, transposable
+from . import gated, masks, mvue, packed, prune, transposable
 
 OPERATORS = Operators(
     nm_mask=masks.nm_mask,
     transposable_mask=transposable.transposable_mask,
     prune=prune.prune,
     mvue=mvue.mvue,
-    masked_decay_=decay.masked_decay_,
+    masked_decay_=masks.masked_decay_,
     gated_activation=gated.gated_activation,
     gated_activation_backward=gated.gated_activation_backward,
     unpack_nm=packed.unpack_nm,

@@ -1,4 +1,4 @@
-"""N:M masks by magnitude, and masks as packed bits."""
+"""N:M masks by magnitude, masks as packed bits, and the decay of what they drop."""
 
 import torch
 from torch import Tensor
@@ -57,3 +57,9 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 def as_bool(mask: Tensor, like: Tensor) -> Tensor:
     """A mask of `like`'s shape as bool, from bool or packed bits."""
     return mask if mask.dtype == torch.bool else unpack_bits(mask, like.shape[-1])
+
+
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> None:
+    """grad += alpha * (1 - mask) * weight, in place."""
+    # In the weight's precision or the gradient's, whichever is higher, and rounded once.
+    grad.add_(weight * ~as_bool(mask, weight), alpha=alpha)

@@ -148,7 +148,7 @@ def test_decay_of_anything(path, of, bits, itself, alpha, kind):
     ours, theirs = ((weight.clone(), None) if itself else (grad.clone(), weight) for _ in range(2))
     with patch.object(LIBRARY, "path", path):
         prune.masked_decay_(ours[0], ours[0] if itself else weight, mask, alpha)
-    reference.decay.masked_decay_(theirs[0], theirs[0] if itself else weight, mask, alpha)
+    reference.masks.masked_decay_(theirs[0], theirs[0] if itself else weight, mask, alpha)
     assert not hard_problems.difference(ours[0], theirs[0], theirs[0])
 
 
