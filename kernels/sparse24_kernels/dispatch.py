@@ -65,14 +65,9 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32, ope
     return choose(operator, device, dtype)[1]
 
 
-def implementation(operator: str, tensor: Tensor, has_kernels: bool = True) -> Callable[..., Any]:
-    """The function that computes an operator on the device of `tensor`.
-
-    `has_kernels` is False for arguments that `reference` alone takes, such as patterns other than 2:4.
-    """
-    if has_kernels:
-        return choose(operator, tensor.device, tensor.dtype)[0]
-    return getattr(reference.OPERATORS, operator)
+def implementation(operator: str, tensor: Tensor) -> Callable[..., Any]:
+    """The function that computes an operator on the device of `tensor`."""
+    return choose(operator, tensor.device, tensor.dtype)[0]
 
 
 @cache
