@@ -1,11 +1,14 @@
-"""The user's cache folder, where measurements and compiled kernels are kept."""
+"""The user's cache folder, where measurements and compiled kernels are kept; what forgets plans when these change."""
 
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+ON_CHANGE: list[Callable[[], None]] = []
+"""Functions that forget plans, to call when tuning, or a new backend, has changed how GEMMs run."""
 
 
 def cache_folder() -> Path:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .cache_folder import ON_CHANGE
 from .checks import check_device, check_floating, check_is, check_matrix, check_packed
-from .cpu import limits
 from .formats import Packed, Pattern
 from .gemm.backend import DENSE, GemmPlan, Operand
 from .gemm.planning import plan_packed
@@ -142,7 +142,7 @@ def _plan_packed(
 
 
 _kept_plan = lru_cache(maxsize=4096)(_plan_packed)
-limits.ON_CHANGE.append(_kept_plan.cache_clear)
+ON_CHANGE.append(_kept_plan.cache_clear)
 
 
 def sparse_mm(sparse: Tensor | Operand, dense: Tensor, *, plan: GemmPlan | None = None) -> Tensor:

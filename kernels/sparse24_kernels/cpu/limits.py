@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import reference
-from ..cache_folder import cache_folder, file_lock, write_json
+from ..cache_folder import ON_CHANGE, cache_folder, file_lock, write_json
 from ..first_use import device_name
 from ..formats import Packed, Pattern, scale_columns
 from .library import DTYPES, load, loaded
@@ -30,18 +30,9 @@ FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults o
 Limits = dict[str, int | None]
 """The most tokens that a kernel is faster for, None where it was for all that were measured; by `layer`."""
 
-SHIPPED: dict[str, dict[str, int]] = {
-    "amx": {},
-    "avx512_bf16": {},
-    "avx512": {},
-    "avx2": {},
-    "portable": {"float32 int8": 256},
-}
+SHIPPED: dict[str, Limits] = {"amx": {}, "avx512_bf16": {}, "avx512": {}, "avx2": {}, "portable": {"float32 int8": 256}}
 """Limits by CPU path, by the dtypes of x and of the values; empty: none. Measured at 2048 x 2048, against what torch
 runs on CPUs of that kind; fp32 on AMX is the code of AVX-512."""
-
-ON_CHANGE: list[Callable[[], None]] = []
-"""Functions that forget plans, to call when tuning, or a new backend, has changed how GEMMs run."""
 
 
 def layer(dtype: torch.dtype, values: torch.dtype, pattern: Pattern, out: int, inputs: int) -> str:

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .. import first_use
-from ..cache_folder import cache_folder, file_lock, write_json
-from ..cpu import limits
+from ..cache_folder import ON_CHANGE, cache_folder, file_lock, write_json
 from ..cpu.library import loaded
 from . import cpu_kernels, cusparselt
 from .measure import Rejected, prepare, try_algorithm
@@ -223,7 +222,7 @@ def _first_line(error: Exception) -> str:
 def _remember(problem: GemmProblem, device: torch.device, found: Measured | str) -> None:
     with file_lock(table_path()):  # others may have saved theirs meanwhile
         write(read() | {(current_environment(device), problem): found})
-    for forget in (_table.cache_clear, _decide.cache_clear, *limits.ON_CHANGE):
+    for forget in (_table.cache_clear, _decide.cache_clear, *ON_CHANGE):
         forget()
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..cache_folder import ON_CHANGE
 from ..checks import check_is
-from ..cpu.limits import ON_CHANGE
 from ..dispatch import implementation
 from ..formats import Packed
 from .problem import GemmProblem
