@@ -33,7 +33,6 @@ from ..weights.input_dim import input_dim_of
 
 CHUNK = 2**22  # elements of D that are computed at a time
 ALL = slice(None)
-UNMERGED = "sparse24_unmerged"  # attribute of a merged adapter with the `Unmerged` of its base layer
 
 
 @torch.no_grad()
@@ -61,12 +60,6 @@ def out_in(layer: nn.Module, weight: Tensor) -> Tensor:
     return weight if input_dim_of(layer) == -1 else weight.t()
 
 
-def unmerged_weight(adapter: Any) -> Tensor:
-    """Return the weight `[out, in]` that an adapter's base layer computed with before any adapter was merged."""
-    layer = adapter.get_base_layer()
-    return getattr(adapter, UNMERGED).weight() if adapter.merged_adapters else out_in(layer, layer.weight.detach())
-
-
 def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
     """Return X D^T `[..., out]`, where D = M * (s B A) is computed in fp32 or fp64, then rounded to the dtype of x.
     The base layer has the mask, and receives no gradient."""
@@ -81,7 +74,7 @@ class _MaskedLinearFunction(torch.autograd.Function):
         tokens = x.reshape(-1, x.shape[-1])
         weight = weight_of(layer, x.dtype)
         output = x.new_empty(len(tokens), len(weight))
-        with _exactly(x):
+        with torch.autocast(x.device.type, enabled=False):  # it has chosen the dtype of x, and would round A and B too
             for rows in _blocks(weight):
                 output[:, rows] = tokens @ masked_delta(weight, a, b, scaling, rows).to(x.dtype).t()
         return output.reshape(*x.shape[:-1], len(weight))
@@ -96,7 +89,7 @@ class _MaskedLinearFunction(torch.autograd.Function):
         dtype = _wide(a)
         grad_x = torch.zeros_like(tokens)
         grad_a, grad_b = torch.zeros_like(a, dtype=dtype), torch.empty_like(b, dtype=dtype)
-        with _exactly(x):
+        with torch.autocast(x.device.type, enabled=False):
             for rows in _blocks(weight):
                 if needs_x:
                     grad_x.addmm_(grad[:, rows], masked_delta(weight, a, b, ctx.scaling, rows).to(x.dtype))
@@ -123,8 +116,3 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _exactly(tensor: Tensor) -> torch.autocast:
-    """Return a context without autocast, which has chosen the dtype of x and would round A and B, too."""
-    return torch.autocast(tensor.device.type, enabled=False)

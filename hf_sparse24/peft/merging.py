@@ -23,9 +23,11 @@ from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
 from ..weights.sparse_weight import SparseWeight
-from .masked import UNMERGED, is_pruned, out_in
+from .masked import is_pruned, out_in
 
 logger = get_logger(__name__)
+
+UNMERGED = "sparse24_unmerged"  # attribute of a merged adapter with the `Unmerged` of its base layer
 
 
 class Unmerged:

@@ -11,7 +11,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor
 
-from .masked import has_mask, masked_delta, masked_linear, out_in, unmerged_weight
+from .masked import has_mask, masked_delta, masked_linear, out_in
+from .merging import UNMERGED
 
 
 class MaskedLora(LoraVariant):
@@ -39,7 +40,9 @@ class MaskedLora(LoraVariant):
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        layer, unmerged = module.get_base_layer(), unmerged_weight(module)
+        layer = module.get_base_layer()
+        own = out_in(layer, layer.weight.detach())
+        unmerged = getattr(module, UNMERGED).weight() if module.merged_adapters else own  # before any merge
         mask = unmerged if has_mask(layer) else torch.ones_like(unmerged)
         merged = out_in(layer, orig_weight.data) + masked_delta(mask, *_factors(module, active_adapter))
         return out_in(layer, merged.to(orig_weight.dtype)).contiguous()
