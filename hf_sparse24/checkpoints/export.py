@@ -111,7 +111,8 @@ def export_model(
         tensors = packed_tensors(model, weights, values) if format == "packed" else dense_tensors(model, weights)
         files = _in_files(tensors, format, max_shard_size)
         refuse_other_models(directory)
-        if _is_sharded(model) and rank() != 0:
+        is_split = any(is_sharded(tensor) for tensor in model.parameters())
+        if is_split and rank() != 0:
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
                 lazy.compute()  # gathers it together with the process that writes
         else:
@@ -121,15 +122,11 @@ def export_model(
                 run = next(iter(weights.values())).run
                 way = "a run ends sparse without a dense tail (dense_tail=0) and without its method's own adapters"
                 logger.warning(f"no weight in {directory} is {run.method.pattern}, in the {run.phase!r} phase: {way}")
-        if _is_sharded(model):
+        if is_split:
             dist.barrier()  # when any process returns, the export is there
     finally:
         if converted is not None:
             model._weight_conversions = converted
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(is_sharded(tensor) for tensor in model.parameters())
 
 
 def _in_files(tensors: list[LazyTensors], format: str, max_shard_size: int | str) -> Files:
