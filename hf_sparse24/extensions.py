@@ -37,8 +37,7 @@ class Extensions:
 
     # Let adapters around sparse layers act through their masks; ValueError: one computes with a layer's dense weight.
     check_adapters: Callable[[nn.Module], None] = _do_nothing
-    # Of a model, a directory and the repository that it is pushed to, or None: say in the directory's card that the
-    # model is a training checkpoint.
+    # Say in a directory's card that its model is a training checkpoint, pushed to a repository; None: not pushed.
     describe_checkpoint: Callable[[Any, Any, str | None], None] = _do_nothing
     # Write the picture of a run that has ended, by its log, to its directory.
     draw_training: Callable[[Path, Sequence[Mapping[str, Any]]], None] = _do_nothing
