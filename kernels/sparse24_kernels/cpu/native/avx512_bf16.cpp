@@ -32,15 +32,15 @@ inline void add_lanes(const __m512 (&v)[T], float* to) {
 // apart; `vdpbf16ps` rounds to the nearest after each product and takes subnormal numbers for zeros.
 template <int T>
 inline void bf16_row(const Linear& p, const bf16* x, int64_t padded, int64_t row, int64_t token) {
-  const bf16* values = (const bf16*)p.values + row * values_of(p, p.k);
-  const uint8_t* mask = p.mask + row * (p.k / 8);
   const int64_t ahead = PREFETCH / 2 * STEP / p.each / 8;  // bytes of the mask
   x += token * padded;
   __m512 sums[T][2];
   for (int t = 0; t < T; t++) sums[t][0] = sums[t][1] = _mm512_setzero_ps();
 
-  auto step = [&](int64_t j, const bf16* v, const uint8_t* m) __attribute__((always_inline)) {
-    const uint64_t bits = bits_of(m);
+  by_steps<bf16, STEP>(p, row, [&](int64_t j, const bf16* v, const uint8_t* mask) __attribute__((always_inline)) {
+    __builtin_prefetch((const char*)v + PREFETCH, 0, 2);
+    __builtin_prefetch(mask + ahead, 0, 2);
+    const uint64_t bits = bits_of(mask);
     const __m512i low = _mm512_maskz_expandloadu_epi16((__mmask32)bits, v);
     const __m512i high = _mm512_maskz_expandloadu_epi16((__mmask32)(bits >> 32), v + __builtin_popcount((uint32_t)bits));
     for (int t = 0; t < T; t++) {
@@ -48,19 +48,7 @@ inline void bf16_row(const Linear& p, const bf16* x, int64_t padded, int64_t row
       sums[t][0] = _mm512_dpbf16_ps(sums[t][0], (__m512bh)low, (__m512bh)_mm512_loadu_si512(at));
       sums[t][1] = _mm512_dpbf16_ps(sums[t][1], (__m512bh)high, (__m512bh)_mm512_loadu_si512(at + 32));
     }
-  };
-
-  const int64_t whole = whole_steps(p, row) * STEP;
-  int64_t j = 0;
-  for (const bf16* v = values; j < whole; j += STEP, v += p.each) {
-    __builtin_prefetch((const char*)v + PREFETCH, 0, 2);
-    __builtin_prefetch(mask + j / 8 + ahead, 0, 2);
-    step(j, v, mask + j / 8);
-  }
-  for (; j < p.k; j += STEP) {
-    const Copied<bf16, STEP> copied(p, row, j);
-    step(j, copied.values, copied.mask);
-  }
+  });
   __m512 both[T];
   for (int t = 0; t < T; t++) both[t] = _mm512_add_ps(sums[t][0], sums[t][1]);
   float results[T];
@@ -100,17 +88,18 @@ inline void int8_row(const Linear& p, const uint8_t* x, const float* x_scales, i
   const int64_t groups = groups_of(p.k), size = 2 * p.each, ahead = PREFETCH * STEP / p.each / 8;
   const __m512i zero = _mm512_setzero_si512(), offset = _mm512_set1_epi8((char)128);
   const __mmask64 first = size < 64 ? (1ull << size) - 1 : ~0ull, rest = size > 64 ? ~0ull >> (128 - size) : 0;
-  const int8_t* values = (const int8_t*)p.values + row * values_of(p, p.k);
-  const uint8_t* mask = p.mask + row * (p.k / 8);
   __m512 sums[T];
   for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_ps();
 
-  auto add = [&](int64_t g, const int8_t* v, const uint8_t* m) __attribute__((always_inline)) {
-    const __m512i low = _mm512_maskz_expandloadu_epi8(bits_of(m), v);
-    const __m512i high = _mm512_maskz_expandloadu_epi8(bits_of(m + 8), v + p.each);
+  by_steps<int8_t, GROUP>(p, row, [&](int64_t j, const int8_t* v, const uint8_t* mask) __attribute__((always_inline)) {
+    __builtin_prefetch(v + PREFETCH, 0, 2);
+    __builtin_prefetch(mask + ahead, 0, 2);
+    const __m512i low = _mm512_maskz_expandloadu_epi8(bits_of(mask), v);
+    const __m512i high = _mm512_maskz_expandloadu_epi8(bits_of(mask + 8), v + p.each);
     __m512i excess = _mm512_dpbusd_epi32(zero, offset, _mm512_maskz_loadu_epi8(first, v));
     if (rest) excess = _mm512_dpbusd_epi32(excess, offset, _mm512_maskz_loadu_epi8(rest, v + 64));
     excess = _mm512_sub_epi32(zero, excess);
+    const int64_t g = (uint64_t)j / GROUP;  // signed, it costs one token 10 %
     const float scale = scale_of(p, row, g * GROUP);
     for (int t = 0; t < T; t++) {
       const int64_t at = (token + t) * groups + g;
@@ -118,19 +107,7 @@ inline void int8_row(const Linear& p, const uint8_t* x, const float* x_scales, i
       const __m512i sum = _mm512_dpbusd_epi32(half, _mm512_loadu_si512(x + at * GROUP + STEP), high);
       sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale * x_scales[at]), sums[t]);
     }
-  };
-
-  const int64_t whole = whole_steps(p, row) / 2;
-  int64_t g = 0;
-  for (const int8_t* v = values; g < whole; g++, v += size) {
-    __builtin_prefetch(v + PREFETCH, 0, 2);
-    __builtin_prefetch(mask + g * (GROUP / 8) + ahead, 0, 2);
-    add(g, v, mask + g * (GROUP / 8));
-  }
-  for (; g < groups; g++) {
-    const Copied<int8_t, GROUP> copied(p, row, g * GROUP);
-    add(g, copied.values, copied.mask);
-  }
+  });
   float results[T];
   add_lanes(sums, results);
   for (int t = 0; t < T; t++) write(p, token + t, row, results[t]);
@@ -162,10 +139,9 @@ int few_tokens_bf16(const Linear& p) {
 // A row made dense, padded with zeros to whole steps. int8 values are rounded to bf16 with their scale.
 template <class V>
 inline void expand_row(const Linear& p, int64_t row, bf16* to) {
-  const V* v = (const V*)p.values + row * values_of(p, p.k);
-  const uint8_t* mask = p.mask + row * (p.k / 8);
-  auto step = [&](int64_t j, const V* v, const uint8_t* m) __attribute__((always_inline)) {
-    const uint64_t bits = bits_of(m);
+  by_steps<V, STEP>(p, row, [&](int64_t j, const V* v, const uint8_t* mask) __attribute__((always_inline)) {
+    __builtin_prefetch((const char*)v + PREFETCH / 2, 0, 2);
+    const uint64_t bits = bits_of(mask);
     if constexpr (sizeof(V) == 1) {
       const float scale = scale_of(p, row, j);
       alignas(64) int8_t bytes[STEP];
@@ -177,17 +153,7 @@ inline void expand_row(const Linear& p, int64_t row, bf16* to) {
       v += __builtin_popcount((uint32_t)bits);
       _mm512_storeu_si512(to + j + 32, _mm512_maskz_expandloadu_epi16((__mmask32)(bits >> 32), v));
     }
-  };
-  const int64_t whole = whole_steps(p, row) * STEP;
-  int64_t j = 0;
-  for (; j < whole; j += STEP, v += p.each) {
-    __builtin_prefetch((const char*)v + PREFETCH / 2, 0, 2);
-    step(j, v, mask + j / 8);
-  }
-  for (; j < p.k; j += STEP) {
-    const Copied<V, STEP> copied(p, row, j);
-    step(j, copied.values, copied.mask);
-  }
+  });
 }
 
 constexpr int64_t PAIRED_TOKENS = 17;        // the fewest for which a 2:4 weight takes pairs

@@ -111,6 +111,20 @@ struct Copied {
   }
 };
 
+// Calls f(j, values, mask) for each N weights of a row from j on: in place, or at the end of the matrix in a `Copied`.
+template <class V, int N, class F>
+inline __attribute__((always_inline)) void by_steps(const Linear& p, int64_t row, const F& f) {
+  const V* values = (const V*)p.values + row * values_of(p, p.k);
+  const uint8_t* mask = p.mask + row * (p.k / 8);
+  const int64_t whole = whole_steps(p, row) / (N / STEP) * N;
+  int64_t j = 0;
+  for (; j < whole; j += N, values += N / STEP * p.each) f(j, values, mask + j / 8);
+  for (; j < p.k; j += N) {
+    const Copied<V, N> copied(p, row, j);
+    f(j, copied.values, copied.mask);
+  }
+}
+
 inline uint64_t bits_of(const uint8_t* mask) { uint64_t bits; memcpy(&bits, mask, 8); return bits; }
 
 // The places of the ones in a byte, in order, one byte each.
