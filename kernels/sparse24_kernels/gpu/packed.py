@@ -49,33 +49,31 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
 
 @triton.jit
 def _unpack_kernel(values, mask, dense, rows, columns):
-    _, left, row, column = tile(columns)
-    for i in tl.static_range(4):
-        x = _unpack_rows(values, mask, row + i, left, rows, columns)
-        tl.store(dense + (row + i) * columns + column, x, mask=(row + i < rows) & (column < columns))
-
-
-@triton.jit
-def _unpack_rows(values, mask, row, left, rows, columns):
-    """Rows `[R, 1]` of a packed matrix, COLS columns from `left` on, as `[R, COLS]` with zeros; zeros outside."""
+    _, left, top, column = tile(columns)
     half = left // 2 + tl.arange(0, COLS // 2)[None, :]
-    v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0)
-    first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
-    nibble = _load_nibbles(mask, row, left, rows, columns, 2, COLS)
-    i, j = nibble & 3, (nibble >> 2) & 3
-    zero = tl.zeros_like(first)
-    return join4(
-        tl.where(i == 0, first, zero),
-        tl.where(i == 1, first, tl.where(j == 1, second, zero)),
-        tl.where(i == 2, first, tl.where(j == 2, second, zero)),
-        tl.where(j == 3, second, zero),
-    )
+    for slice in tl.static_range(4):
+        row = top + slice
+        v = tl.load(values + row * (columns // 2) + half, mask=(row < rows) & (half < columns // 2), other=0)
+        first, second = tl.split(v.reshape(v.shape[0], COLS // 4, 2))
+        nibble = _load_nibbles(mask, row, left, rows, columns, 2, COLS)
+        i, j = nibble & 3, (nibble >> 2) & 3
+        zero = tl.zeros_like(first)
+        x = join4(
+            tl.where(i == 0, first, zero),
+            tl.where(i == 1, first, tl.where(j == 1, second, zero)),
+            tl.where(i == 2, first, tl.where(j == 2, second, zero)),
+            tl.where(j == 3, second, zero),
+        )
+        tl.store(dense + row * columns + column, x, mask=(row < rows) & (column < columns))
 
 
 @triton.jit
 def _unpack_pairs(pairs, mask, row, left, rows, columns, DTYPE: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr):
-    """`_unpack_rows` of 16-bit values, two in an int32, with half the instructions: each is shifted to its place in the
-    64 bits of its group."""
+    """Rows `[R, 1]` of a packed matrix, COLS columns from `left` on, as `[R, COLS]` with zeros; zeros outside.
+
+    Of 16-bit values, two in an int32, with half the instructions of `_unpack_kernel`: each is shifted to its place in
+    the 64 bits of its group.
+    """
     group = left // 4 + tl.arange(0, COLS // 4)[None, :]
     pair = tl.load(pairs + row * (columns // 4) + group, mask=(row < rows) & (group < columns // 4), other=0)
     nibble = _load_nibbles(mask, row, left, rows, columns, GROUPS, COLS)
