@@ -152,7 +152,7 @@ def is_measured(problem: GemmProblem, device: torch.device) -> bool:
 
 @torch.compiler.assume_constant_result
 def _measured(device: torch.device) -> list[tuple[int, bool, int, int, int]]:
-    environment = current_environment(device) if _table() else None
+    environment = current_environment(device) if _table() else None  # a device may have none
     problems = [problem for where, problem in _table() if where == environment]
     return sorted({(p.m, p.transposed, bucket_start(p.n), p.n, p.k) for p in problems})
 
