@@ -42,18 +42,12 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> T
         raise ValueError(f"masked_decay_ needs gradient and weight of one shape, got {got}")
     check_mask("masked_decay_", mask, weight)
     check_device("masked_decay_", grad, weight, mask)
-    if _is_plain(grad, weight):
+    traced = torch.compiler.is_compiling() or any(type(x) not in (Tensor, nn.Parameter) for x in (grad, weight))
+    differentiated = torch.is_grad_enabled() and (grad.requires_grad or weight.requires_grad)
+    # Tracing and autograd would not see that a kernel writes, and a tensor of inference mode has no version.
+    if not (traced or differentiated or grad.is_inference()):
         implementation("masked_decay_", grad)(grad, weight, mask, float(alpha))
         increment_version(grad)
     else:
         reference.masks.masked_decay_(grad, weight, mask, float(alpha))
     return grad
-
-
-def _is_plain(grad: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel may write into `grad`, which autograd and tracing would not see."""
-    if torch.compiler.is_compiling() or grad.is_inference():
-        return False
-    if torch.is_grad_enabled() and (grad.requires_grad or weight.requires_grad):
-        return False
-    return all(type(x) in (Tensor, nn.Parameter) for x in (grad, weight))

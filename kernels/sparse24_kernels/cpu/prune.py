@@ -72,15 +72,11 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, alpha: float) -> None:
     """grad += alpha * (1 - mask) * weight, in place."""
-    if not _has_decay(grad, weight, alpha):
+    # The kernel, in fp32 and with fused multiply-add, writes what PyTorch would.
+    fits = grad.dtype == weight.dtype == torch.float32 and grad.shape == weight.shape and grad.is_contiguous()
+    if not fits or not abs(alpha) <= torch.finfo(torch.float32).max or loaded().path == "portable":
         return reference.masks.masked_decay_(grad, weight, mask, alpha)
     run("decay" if mask.dtype == torch.bool else "decay-bits", weight, grad, mask=mask, scale=alpha)
-
-
-def _has_decay(grad: Tensor, weight: Tensor, alpha: float) -> bool:
-    """Whether the kernel, in fp32 and with fused multiply-add, writes into `grad` what PyTorch would."""
-    fits = grad.dtype == weight.dtype == torch.float32 and grad.shape == weight.shape and grad.is_contiguous()
-    return fits and abs(alpha) <= torch.finfo(torch.float32).max and loaded().path != "portable"
 
 
 def packed(x: Tensor, rule: str, form: str, **arguments: Any) -> Tensor:
