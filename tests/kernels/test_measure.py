@@ -6,7 +6,7 @@ import cslt
 import pytest
 import torch
 from sparse24_kernels.gemm import GemmProblem, measure
-from sparse24_kernels.gemm.measure import Rejected, prepare, try_algorithm
+from sparse24_kernels.gemm.measure import prepare, try_algorithm
 from sparse24_kernels.gemm.problem import bucket_start
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def one_element(value):
 )
 def test_wrong_numbers_are_rejected(tamper, monkeypatch):
     Library(monkeypatch, tamper)
-    with pytest.raises(Rejected, match="wrong numbers"):
+    with pytest.raises(RuntimeError, match="wrong numbers"):
         attempt()
 
 
@@ -91,7 +91,7 @@ def test_a_bias_that_is_lost_shows(monkeypatch):
             return super().matmul(compressed, dense, **options)
 
     Deaf(monkeypatch)
-    with pytest.raises(Rejected, match="n = 33, with a bias"):
+    with pytest.raises(RuntimeError, match="n = 33, with a bias"):
         attempt()
 
 
@@ -101,13 +101,13 @@ def test_one_lost_term_shows(dtype, monkeypatch):
     cases = prepare(GemmProblem(64, 256, 4096, dtype, True), CPU)
     lost = cases[0].dense.clone()
     lost[-1] = 0
-    with pytest.raises(Rejected, match="wrong numbers"):
+    with pytest.raises(RuntimeError, match="wrong numbers"):
         measure.check([cases[0]._replace(dense=lost)], 0)
 
 
 def test_other_bits_are_rejected(monkeypatch):
     Library(monkeypatch, lambda right, n, call: right if call < 7 else right * 1.5)  # after the checks
-    with pytest.raises(Rejected, match="other bits from the same inputs"):
+    with pytest.raises(RuntimeError, match="other bits from the same inputs"):
         attempt()
 
 
@@ -123,18 +123,18 @@ def test_a_result_that_is_not_written_or_lies_otherwise_is_rejected(monkeypatch)
             return super().laid_out(result, transposed).t()
 
     Idle(monkeypatch)
-    with pytest.raises(Rejected, match="wrong numbers in 1056 of 1056"):
+    with pytest.raises(RuntimeError, match="wrong numbers in 1056 of 1056"):
         attempt()
     assert not torch.are_deterministic_algorithms_enabled()
     Flipped(monkeypatch)
-    with pytest.raises(Rejected):
+    with pytest.raises(RuntimeError, match="wrong numbers"):
         attempt(GemmProblem(48, 48, 64, torch.float16, False))
 
 
 @pytest.mark.parametrize("times", [(0.0, 100.0), (-1.0, 100.0), (float("nan"), 100.0), (5.0, 0)])
 def test_impossible_times_are_rejected(times, monkeypatch):
     Library(monkeypatch, times=times)
-    with pytest.raises(Rejected, match="cannot be"):
+    with pytest.raises(RuntimeError, match="cannot be"):
         attempt()
 
 

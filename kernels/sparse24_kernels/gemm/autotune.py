@@ -22,7 +22,7 @@ from .. import first_use
 from ..cache_folder import ON_CHANGE, cache_folder, file_lock, write_json
 from ..cpu.library import loaded
 from . import cpu_kernels, cusparselt
-from .measure import Rejected, prepare, try_algorithm
+from .measure import prepare, try_algorithm
 from .problem import GemmProblem, bucket, bucket_start
 
 FORMAT = 9
@@ -206,7 +206,7 @@ def search(problem: GemmProblem, device: torch.device) -> Measured | str:
                     found = cusparselt.search(cases[0].compressed, cases[0].dense, problem.transposed)
                 if found not in [each.algorithm for each in passed]:
                     passed.append(Measured(found, *try_algorithm(cases, found)))
-            except (Rejected, RuntimeError) as error:
+            except RuntimeError as error:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 failures.append(f"the library's {name}: {_first_line(error)}")

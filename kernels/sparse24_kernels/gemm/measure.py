@@ -31,10 +31,6 @@ MOST_ERROR = 4.0
 ROUNDS = 25
 
 
-class Rejected(Exception):
-    """The algorithm failed. The message says how."""
-
-
 class Case(NamedTuple):
     """One input of a problem, and in the layout of the GEMM's result the correct one and the largest error allowed."""
 
@@ -83,7 +79,7 @@ def prepare(problem: GemmProblem, device: torch.device) -> list[Case]:
 
 
 def check(cases: list[Case], algorithm: int) -> Tensor:
-    """The algorithm's result of the first case. Rejected: one of all cases is wrong. RuntimeError: the library's."""
+    """The algorithm's result of the first case. RuntimeError: one of all cases is wrong, or the library fails."""
     for case in reversed(cases):
         if case.problem.transposed:  # the algorithm itself adds a bias
             _checked(case, algorithm, torch.linspace(-4, 4, case.problem.m, device=case.dense.device))
@@ -99,17 +95,17 @@ def _checked(case: Case, algorithm: int, bias: Tensor | None) -> Tensor:
     with nan_in_new_memory():
         result = case.by_algorithm(algorithm, bias)
     if result.shape != truth.shape or result.dtype != dtype or not result.is_contiguous():
-        raise Rejected(f"the result is {tuple(result.shape)} {result.dtype}, not {tuple(truth.shape)} {dtype}")
+        raise RuntimeError(f"the result is {tuple(result.shape)} {result.dtype}, not {tuple(truth.shape)} {dtype}")
     right = (result.float() - truth).abs() <= allowed
     if not right.all():
         where = f"n = {case.problem.n}{'' if bias is None else ', with a bias'}"
-        raise Rejected(f"wrong numbers in {int((~right).sum())} of {right.numel()} elements, {where}")
+        raise RuntimeError(f"wrong numbers in {int((~right).sum())} of {right.numel()} elements, {where}")
     return result
 
 
 def try_algorithm(cases: list[Case], algorithm: int) -> tuple[float, float, float]:
     """Microseconds that the sparse GEMM takes, and the dense one: medians of samples taken in turns; and the host, to
-    start the sparse one. Raises as `check`, and Rejected where a time is impossible."""
+    start the sparse one. RuntimeError as `check`, or where bits differ from run to run or a time is impossible."""
     timed, expected = cases[0], check(cases, algorithm)
     call = partial(timed.by_algorithm, algorithm)
     sample_sparse, sample_dense = sampler(call), sampler(timed.by_dense)
@@ -117,11 +113,11 @@ def try_algorithm(cases: list[Case], algorithm: int) -> tuple[float, float, floa
     for _ in range(ROUNDS):
         (us, result), (dense_us, _) = sample_sparse(), sample_dense()
         if not torch.equal(result.view(torch.int16), expected.view(torch.int16)):
-            raise Rejected("other bits from the same inputs")
+            raise RuntimeError("other bits from the same inputs")
         samples.append((us, dense_us))
     us, dense_us = map(statistics.median, zip(*samples))
     if not us > 0 or not dense_us > 0:
-        raise Rejected(f"{us:.3g} us, and {dense_us:.3g} us for dense, cannot be")
+        raise RuntimeError(f"{us:.3g} us, and {dense_us:.3g} us for dense, cannot be")
     return us, dense_us, host_us(call, timed.dense.device)
 
 
