@@ -18,23 +18,21 @@ def packed_linear(
     Where a weight is zero, inf and NaN of x may not show. Few tokens and int8 values: AVX-512 with VNNI rounds x to
     8 bits, with a scale for each token and 128 inputs. More tokens: what multiplies in bf16 rounds the weight to it.
     """
-    return _multiply(x, values, mask, scales, m, bias, False)
+    return _multiply(x, Packed(values, mask, scales, m), bias, False)
 
 
 def packed_mm(values: Tensor, mask: Tensor, dense: Tensor) -> Tensor:
     """A packed 2:4 `[R, K]` times `[K, N]` -> `[R, N]`. Sums are those of `packed_linear` in fp32."""
-    return _multiply(dense, values, mask, None, 4, None, True)
+    return _multiply(dense, Packed(values, mask), None, True)
 
 
-def _multiply(
-    x: Tensor, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None, is_product: bool
-) -> Tensor:
-    each = _values_of_a_step(x.t() if is_product and x.dim() == 2 else x, values, mask, scales, m, bias)
-    x, values, mask = x.contiguous(), values.contiguous(), mask.contiguous()
-    bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, scales))
+def _multiply(x: Tensor, packed: Packed, bias: Tensor | None, is_product: bool) -> Tensor:
+    each = _values_of_a_step(x.t() if is_product and x.dim() == 2 else x, packed, bias)
+    x, values, mask = x.contiguous(), packed.values.contiguous(), packed.mask.contiguous()
+    bias, scales = (None if tensor is None else tensor.contiguous() for tensor in (bias, packed.scales))
     (k, tokens), rows = x.shape if is_product else x.shape[::-1], len(values)
     y = reused_memory((rows, tokens) if is_product else (tokens, rows), x.dtype)
-    tensors, sizes = addresses(x, values, mask, scales, bias, y), (tokens, rows, k, each, m)
+    tensors, sizes = addresses(x, values, mask, scales, bias, y), (tokens, rows, k, each, packed.m)
     loaded().call("sparse24_linear", *tensors, *sizes, DTYPES[x.dtype], is_product)
     return y
 
@@ -44,7 +42,7 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
     dtype = values.dtype if scales is None else scales.dtype
     if dtype not in DTYPES:  # fp64
         return reference.packed.unpack_nm(values, mask, scales, m)
-    each = _values_of_a_step(None, values, mask, scales, m, None)
+    each = _values_of_a_step(None, Packed(values, mask, scales, m), None)
     values, mask = values.contiguous(), mask.contiguous()
     scales = None if scales is None else scales.contiguous()
     dense = values.new_empty(len(mask), 8 * mask.shape[1], dtype=dtype)
@@ -52,13 +50,11 @@ def unpack_nm(values: Tensor, mask: Tensor, scales: Tensor | None, m: int) -> Te
     return dense
 
 
-def _values_of_a_step(
-    x: Tensor | None, values: Tensor, mask: Tensor, scales: Tensor | None, m: int, bias: Tensor | None
-) -> int:
+def _values_of_a_step(x: Tensor | None, packed: Packed, bias: Tensor | None) -> int:
     """How many of `STEP` weights are kept; ValueError for sizes, dtypes or devices with which the kernels would read
     what is not theirs."""
-    packed = Packed(values, mask, scales, m)
     check_packed("a CPU's packed weight", packed)
+    values = packed.values
     rows, fits = len(values), values.is_cpu and values.dim() == 2
     fits &= x is None or (x.dim() == 2 and x.shape[1] == packed.columns and x.dtype == packed.dtype and x.is_cpu)
     fits &= bias is None or (bias.shape == (rows,) and bias.dtype == packed.dtype and bias.is_cpu)
