@@ -195,9 +195,8 @@ def _file(digest: str) -> Path:
 def _read(digest: str) -> dict[str, str]:
     """The verdicts that were kept, by operator; none where the file is not there or damaged."""
     try:
-        return {
-            str(operator): str(reason) for operator, reason in json.loads(_file(digest).read_text())["verdicts"].items()
-        }
+        verdicts = json.loads(_file(digest).read_text())["verdicts"]
+        return {str(operator): str(reason) for operator, reason in verdicts.items()}
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError):
         return {}
 

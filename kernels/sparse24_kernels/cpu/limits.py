@@ -72,9 +72,8 @@ def tune(
         integers = torch.randint_like(values, -127, 128, dtype=torch.int8)
         scales = torch.rand(out, scale_columns(inputs), **FP32).to(dtype)
         for each in (Packed(values, mask, None, pattern.m), Packed(integers, mask, scales, pattern.m)):
-            found[layer(dtype, each.values.dtype, pattern, out, inputs)] = [
-                (tokens, *_times(each, tokens)) for tokens in TOKENS
-            ]
+            name = layer(dtype, each.values.dtype, pattern, out, inputs)
+            found[name] = [(tokens, *_times(each, tokens)) for tokens in TOKENS]
         with file_lock(file := cache_folder() / _name()):
             _read.cache_clear()  # others may have saved theirs meanwhile
             write_json(file, _read(file.name) | {layer: limit(times) for layer, times in found.items()})
