@@ -42,15 +42,6 @@ def check_one_of(choices: Sequence[str], /, **arguments: object) -> None:
             raise ValueError(f"{what}={described(value)}: must be one of {list(choices)}")
 
 
-def check_tensors(name: str, /, **arguments: Sequence[Tensor]) -> None:
-    """Raise ValueError unless each is a list or tuple of tensors; the rows of one tensor would pass for tensors."""
-    for what, tensors in arguments.items():
-        if not isinstance(tensors, (list, tuple)):
-            raise ValueError(f"{name}: {what}={described(tensors)}: must be a list of tensors")
-        for i, tensor in enumerate(tensors):
-            check_is(Tensor, name, **{f"{what}[{i}]": tensor})
-
-
 def check_floating(name: str, /, **arguments: Tensor) -> None:
     """Raise ValueError unless each is a tensor of a dtype that this package computes with."""
     check_is(Tensor, name, **arguments)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .checks import check_device, check_groups, check_is, check_pattern, check_size, check_tensors, described
+from .checks import check_device, check_groups, check_is, check_pattern, check_size, described
 from .dispatch import implementation
 from .formats import empty_mask, mask_bytes
 from .operators import register
@@ -92,7 +92,10 @@ def count_flips(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     Masks are bool or packed bits (`pack_bits`), of any shapes; those of a pair agree in shape, dtype and device.
     ValueError otherwise.
     """
-    check_tensors("count_flips", before=before, after=after)
+    for what, masks in (("before", before), ("after", after)):
+        if not isinstance(masks, (list, tuple)):  # the rows of one tensor would pass for masks
+            raise ValueError(f"count_flips: {what}={described(masks)}: must be a list of tensors")
+        check_is(Tensor, "count_flips", **{f"{what}[{i}]": mask for i, mask in enumerate(masks)})
     if len(before) != len(after):
         raise ValueError(f"count_flips needs as many masks before as after, got {len(before)} and {len(after)}")
     bits_set, counts = torch.tensor([byte.bit_count() for byte in range(256)], device="cpu"), []
