@@ -68,9 +68,7 @@ def mvue(
     return not_differentiable(_mvue, x, _key(key, x.device).to(x.device), n, m, dim, estimator, form)
 
 
-def mvue_unchecked(
-    x: Tensor, n: int, m: int, dim: int, estimator: str, key: Tensor | None, form: str = "dense"
-) -> Tensor:
+def mvue_unchecked(x: Tensor, n: int, m: int, dim: int, estimator: str, key: Tensor | None, form: str) -> Tensor:
     """What `mvue` gives, for layers, which call it without gradients; `dim` is not negative."""
     return _mvue(x, _key(key, x.device).to(x.device), n, m, dim, estimator, form)
 
