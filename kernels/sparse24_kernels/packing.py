@@ -1,5 +1,4 @@
-"""Packed matrices: N:M matrices without their zeros, made, rounded to int8, and made dense again, with the gradient of
-that."""
+"""N:M matrices without their zeros: made, rounded to int8, and made dense again, with the gradient of that."""
 
 import torch
 from torch import Tensor

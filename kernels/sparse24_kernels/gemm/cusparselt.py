@@ -26,9 +26,6 @@ from .first_check import first_difference
 MULTIPLE = 128
 """m and k must be multiples of this. The library takes those of 16, too, and pads some; none was measured to win."""
 
-TOKENS_MULTIPLE = 16
-"""n is padded to a multiple of this."""
-
 DTYPES = (torch.bfloat16, torch.float16)
 
 _log = logging.getLogger(__name__)
@@ -199,7 +196,7 @@ def matmul(compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: b
         raise RuntimeError(f"cslt_mm: operands of one dtype, not {compressed.dtype}, {dense.dtype} and bias {bias}")
     if not n:
         return dense.new_empty((0, m) if transposed else (m, 0))
-    missing = -n % TOKENS_MULTIPLE
+    missing = -n % 16  # the library takes multiples of it
     if missing:
         pad = torch.nn.functional.pad
         dense = pad(dense.t(), (0, 0, 0, missing)).t() if transposed else pad(dense, (0, missing))

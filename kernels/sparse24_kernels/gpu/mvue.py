@@ -24,9 +24,8 @@ def mvue(x: Tensor, key: Tensor, n: int, m: int, dim: int, estimator: str, form:
     rows, columns = matrix.shape
     out = x.new_empty(form_shape(form, x.shape))
     if matrix.numel():
-        _mvue_kernel[grid(rows, columns)](
-            matrix, key, out, rows, columns, DIM=along, FORM=form, ROUNDS=ROUNDS, **LAUNCH
-        )
+        how = {"DIM": along, "FORM": form, "ROUNDS": ROUNDS}
+        _mvue_kernel[grid(rows, columns)](matrix, key, out, rows, columns, **how, **LAUNCH)
     return out
 
 
