@@ -74,9 +74,8 @@ def tune(
         for each in (Packed(values, mask, None, pattern.m), Packed(integers, mask, scales, pattern.m)):
             name = layer(dtype, each.values.dtype, pattern, out, inputs)
             found[name] = [(tokens, *_times(each, tokens)) for tokens in TOKENS]
-        with file_lock(file := cache_folder() / _name()):
-            _read.cache_clear()  # others may have saved theirs meanwhile
-            write_json(file, _read(file.name) | {layer: limit(times) for layer, times in found.items()})
+        with file_lock(file := cache_folder() / _name()):  # others may have saved theirs meanwhile
+            write_json(file, _read.__wrapped__(file.name) | {layer: limit(times) for layer, times in found.items()})
             _read.cache_clear()
         on_progress(done + 1)
     for forget in ON_CHANGE:
