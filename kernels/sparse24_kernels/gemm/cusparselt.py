@@ -10,7 +10,6 @@ Both leave some work to the caller, which is done here:
   one for each GPU): a process that calls them uses one GPU.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
@@ -27,8 +26,6 @@ MULTIPLE = 128
 """m and k must be multiples of this. The library takes those of 16, too, and pads some; none was measured to win."""
 
 DTYPES = (torch.bfloat16, torch.float16)
-
-_log = logging.getLogger(__name__)
 
 
 @torch.compiler.assume_constant_result  # Dynamo keeps the answer: it could not trace the cache
@@ -68,7 +65,6 @@ def version() -> int | None:
 
 
 _first_gpu: list[torch.device] = []
-_not_direct: dict[torch.device, str] = {}
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -78,14 +74,16 @@ def _indexed(device: torch.device) -> torch.device:
 
 def not_direct(device: torch.device) -> str:
     """Why torch's operators call the library for `device`; "" where `direct.py` does."""
-    device = _indexed(device)
-    if device not in _not_direct:
-        library = direct.load()
-        reason = library if isinstance(library, str) else "" if device.type == "cuda" else "the library needs a GPU"
-        for dtype, gemm in product(DTYPES, ("linear 0", "mm 0")):
-            reason = reason or first_use.verdict(subject(device, dtype), f"direct {gemm}")
-        _not_direct[device] = reason
-    return _not_direct[device]
+    return _not_direct(_indexed(device))
+
+
+@cache
+def _not_direct(device: torch.device) -> str:
+    library = direct.load()
+    reason = library if isinstance(library, str) else "" if device.type == "cuda" else "the library needs a GPU"
+    for dtype, gemm in product(DTYPES, ("linear 0", "mm 0")):
+        reason = reason or first_use.verdict(subject(device, dtype), f"direct {gemm}")
+    return reason
 
 
 def subject(device: torch.device, dtype: torch.dtype, operators: Sequence[str] = ()) -> first_use.Subject:
@@ -129,21 +127,13 @@ def _starts(device: torch.device, transposed: bool) -> tuple[str, ...]:
 
 
 def _run(device: torch.device, call: Callable[[direct.Library], Tensor], by_torch: Callable[[], Tensor]) -> Tensor:
-    """What the library computes, called directly or by torch's operator. That repeats what fails directly, and raises
-    where it fails too; where it succeeds, direct calls have failed for this process."""
-    reason, library = not_direct(device), direct.load()
-    if not reason and not isinstance(library, str):
-        try:
-            with torch.cuda.device(device if device.type == "cuda" else -1):
-                return call(library)
-        except direct.Failed as error:
-            reason = f"{error}, where torch's operator does not fail"
+    """What the library computes, called directly or by torch's operator."""
+    library = direct.load()
+    if not isinstance(library, str) and not not_direct(device):
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            return call(library)
     _take_handle_of_torch(device)
-    result = by_torch()
-    if reason != _not_direct[device]:
-        _not_direct[device] = reason
-        _log.warning(f"cuSPARSELt is not called directly any more: {reason}")
-    return result
+    return by_torch()
 
 
 def _take_handle_of_torch(device: torch.device) -> None:

@@ -36,10 +36,6 @@ MatmulGetWorkspace:ppp MatmulPlanDestroy:p Matmul:ppppppppppi
 """
 
 
-class Failed(RuntimeError):
-    """A function of the library returned an error."""
-
-
 class Library(threading.local):
     """The functions, and the handles by device and the plans that this thread has made.
 
@@ -62,7 +58,7 @@ class Library(threading.local):
 
     def call(self, function: str, *arguments: int | None) -> None:
         if status := self.functions[function](*arguments):
-            raise Failed(f"cusparseLt{function} returns {status}")
+            raise RuntimeError(f"cusparseLt{function} returns {status}: take backend='dense' for such sizes")
 
     def structs(self, device: torch.device, most: int) -> "_Structs":
         """Memory for structs, with the handle of a device, which is the current one."""
@@ -79,7 +75,7 @@ def load() -> Library | str:
     """The library that torch has loaded, or in words why it is not called directly."""
     try:
         return Library("libcusparseLt.so.0", os.RTLD_NOW | os.RTLD_NOLOAD)
-    except (OSError, AttributeError, Failed) as error:  # Windows has no such modes
+    except (OSError, AttributeError, RuntimeError) as error:  # Windows has no such modes
         return str(error)
 
 
@@ -137,7 +133,7 @@ class _Plan:
 def matmul(
     library: Library, compressed: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, algorithm: int
 ) -> Tensor:
-    """`cusparselt.matmul` of operands as the library takes them, on the current device. Failed: it does not."""
+    """`cusparselt.matmul` of operands as the library takes them, on the current device. RuntimeError: it fails."""
     device, m, (k, n) = dense.device, len(compressed), dense.shape
     address = None if bias is None else bias.data_ptr()
     key = (device, m, n, k, dense.dtype, transposed, algorithm, bias is None)  # a plan is with a bias or without
