@@ -75,8 +75,17 @@ def _makes_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
+def reject_transforms() -> None:
+    """Raise RuntimeError within a transform of torch.func: kernels read memory, which its tensors lack."""
+    if torch._C._are_functorch_transforms_active():
+        way = "unpatch_model(model), unpack_model(model) of a packed one, or merge_and_unload() of PEFT makes it dense"
+        raise RuntimeError(f"torch.func (grad, vmap, jvp, jacrev, ...) cannot transform a sparse model: {way}")
+
+
 def reject_tracing() -> None:
-    """Raise RuntimeError where ONNX or TorchScript records the forward; torch.compile and torch.export are at home."""
+    """Raise RuntimeError where torch.func transforms the forward, or ONNX or TorchScript records it; torch.compile and
+    torch.export are at home."""
+    reject_transforms()
     if torch.jit.is_tracing() or (torch.compiler.is_exporting() and _makes_onnx()):
         way = "from_pretrained(directory) after export_model(model, directory), or unpack_model(model) of a packed one"
         raise RuntimeError(f"ONNX and TorchScript have no 2:4 operators: convert a dense model with zeros, {way}")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..layers.sparse_module import SparseModule
+from ..layers.sparse_module import SparseModule, reject_transforms
 from ..weights.encodings import Wanted
 from ..weights.gemms import PRUNED
 from ..weights.input_dim import input_dim_of
@@ -63,6 +63,7 @@ def out_in(layer: nn.Module, weight: Tensor) -> Tensor:
 def masked_linear(x: Tensor, a: Tensor, b: Tensor, scaling: float, layer: nn.Module) -> Tensor:
     """Return X D^T `[..., out]`, where D = M * (s B A) is computed in fp32 or fp64, then rounded to the dtype of x.
     The base layer has the mask, and receives no gradient."""
+    reject_transforms()
     return _MaskedLinearFunction.apply(x, a, b, scaling, layer)
 
 

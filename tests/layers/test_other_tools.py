@@ -12,6 +12,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from hf_sparse24 import fuse_gated_mlps, pack_model, patch_model, set_phase
+from hf_sparse24.extensions import is_adapter
 
 # Of torch's exporters, of PEFT, and of packages that these miss.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -66,6 +67,17 @@ def test_a_graph_of_onnx_or_torchscript_is_refused_with_the_way_out(kind, tool, 
             torch.jit.trace(model, tokens)
         else:
             torch.onnx.export(model, (tokens,), tmp_path / "model.onnx", dynamo=tool == "onnx", verbose=False)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gated"])
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jvp", "vmap"])
+def test_torch_func_is_refused_with_the_way_out(kind, transform):
+    model, x = KINDS[kind](), torch.randn(2, 4, 32)
+    layer = next(x for x in model.modules() if "sparse24" in vars(x) or is_adapter(x))
+    calls = {"jvp": lambda loss: torch.func.jvp(loss, (x,), (x,))}
+    call = calls.get(transform, lambda loss: getattr(torch.func, transform)(loss)(x))
+    with pytest.raises(RuntimeError, match=r"torch.func .* cannot transform a sparse model: unpatch_model\(model\)"):
+        call(lambda x: layer(x).sum())
 
 
 @pytest.mark.parametrize("kind", ["layers", "packed layers"])
