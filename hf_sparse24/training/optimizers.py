@@ -14,6 +14,8 @@ from ..weights.sharding import check_supported, is_sharded, local, local_gradien
 from ..weights.sparse_weight import SparseWeight, first_of_each
 from .zero import DeepSpeedZero, ZeroOptimizer
 
+_SEVERAL = "of several, such as Muon and AdamW, make one that takes the steps of all; docs/guides/own_loop.md has it"
+
 
 def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroOptimizer":
     """The optimizer as the controller follows it, without accelerate's wrapper, since a method knows its own by class.
@@ -23,7 +25,10 @@ def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroO
     if _is_deepspeed(optimizer):
         return ZeroOptimizer(cast(DeepSpeedZero, optimizer), method)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer")
+        raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer; {_SEVERAL}")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        way = "it has no hooks to follow, as it never called super().__init__(param_groups, {}) of torch's Optimizer"
+        raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; {_SEVERAL}")
     if hasattr(optimizer, "fused_backward"):
         way = "it updates weights within backward, before masked decay and without steps to follow"
         raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW, or another that updates in step()")
@@ -43,13 +48,16 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimi
         if plain:
             way = f"such as one of shape {plain[0]}: add adapters, then call fully_shard, then make the optimizer"
             raise ValueError(f"FSDP2 has not sharded {len(plain)} parameters that train, {way}")
+    is_part = any(id(weight.master) in held for weight in weights.values())
     for name, weight in weights.items():
         check_supported(name, weight.master)
         own = {f"{name}, {kept}": tensor for kept, tensor in weight.parameters.items()}
         for trained, tensor in {name: weight.master, **own}.items():
             if tensor.requires_grad and id(tensor) not in held:
-                way = "make it after patch_model (with DeepSpeed, pass engine.optimizer), or freeze that weight"
-                raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}")
+                way = "make it after patch_model (with DeepSpeed, pass engine.optimizer), or pass the one that holds it"
+                if is_part and trained == name:
+                    way = f"a controller follows one optimizer, and this one holds other sparse weights; {_SEVERAL}"
+                raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}; or freeze it")
 
 
 class TorchOptimizer:

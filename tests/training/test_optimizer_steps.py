@@ -95,6 +95,49 @@ def test_gradients_are_decayed_once_where_a_closure_makes_them_too(cls, argument
     assert torch.equal(models[0][0].weight, models[1][0].weight)
 
 
+class Chained(torch.optim.Optimizer):
+    """Several optimizers in one; without torch's own `__init__` it has no hooks."""
+
+    def __init__(self, optimizers, has_hooks):
+        self.optimizers, groups = optimizers, [group for each in optimizers for group in each.param_groups]
+        if has_hooks:
+            super().__init__(groups, {})
+        self.param_groups = groups
+
+    def step(self, closure=None):
+        for each in self.optimizers:
+            each.step()
+
+
+def test_several_optimizers_are_refused_with_the_way_out_and_one_of_them_is_followed():
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])
+    patch_model(model, Sparse24Config(method="sr-ste", target_modules="all-linear", masked_decay=0.5))
+    muon = torch.optim.Muon(model[:2].parameters(), lr=0.0, weight_decay=0.0)
+    adamw = torch.optim.AdamW(model[2].parameters(), lr=0.0)
+    for optimizer, reason in (
+        (
+            muon,
+            "does not hold 2.weight, .* a controller follows one optimizer, and this one holds other sparse weights",
+        ),
+        (adamw, "does not hold 0.weight, .* a controller follows one optimizer"),
+        (torch.optim.SGD(nn.Linear(8, 8).parameters()), "does not hold 0.weight, .*, or pass the one that holds it"),
+        (
+            [muon, adamw],
+            "optimizer=list: must be a torch.optim.Optimizer; of several, such as Muon and AdamW, make one",
+        ),
+        (Chained([muon, adamw], has_hooks=False), r"optimizer=Chained: .* never called super\(\).__init__"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Sparse24Controller(model, optimizer, total_steps=2)
+    controller = Sparse24Controller(model, Chained([muon, adamw], has_hooks=True), total_steps=2)
+    gradients(model, 0.0)
+    decayed = [0.5 * layer.weight.detach() * ~layer.sparse24["weight"].mask() for layer in model]
+    controller.optimizer.step()
+    assert controller.step == 1
+    assert all(map(torch.equal, [layer.weight.grad for layer in model], decayed))  # once
+
+
 def test_the_learning_rate_is_that_of_loaded_groups():
     """An optimizer that loads its state makes new group objects."""
     model = mlp(masked_decay=0.5, decay_on="weight")
