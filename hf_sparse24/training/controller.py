@@ -22,7 +22,7 @@ from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .checks import check_ranks_agree
-from .optimizers import check_optimizer, followed
+from .optimizers import check_optimizer, followed, warn_of_steps
 from .step_masks import RandomStreams, StepMasks, kept_magnitude
 from .zero import ZeroOptimizer
 
@@ -98,7 +98,7 @@ class Sparse24Controller:
         self.weights, self._followed = sparse_weights(self.model), followed(optimizer, self.run.method)
         self.optimizer = self._followed.optimizer
         self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
-        self.step, self.micro_step = step, 0
+        self.step, self.micro_step, self._is_new = step, 0, True
         # Without a dense master a weight trains as any Parameter: nothing is done to it, and its mask never flips.
         masters = sparse_weights(self.model, TRAINED)
         check_optimizer(masters, self._followed)
@@ -221,6 +221,9 @@ class Sparse24Controller:
         if self.step >= self.total_steps:
             way = "give the controller the steps of the whole run, or call its end()"
             raise RuntimeError(f"total_steps={self.total_steps} are done: {way}")
+        if self._is_new:  # not before: states are loaded into a new one
+            warn_of_steps(self._followed, self.step)
+            self._is_new = False
         self.run.open_step = None
         self._masks.start_step(measures_flips=(self.step + 1) % self.metrics_interval == 0 or self.step == 0)
 

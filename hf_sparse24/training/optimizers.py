@@ -10,9 +10,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..methods import Piece, SparseMethod
 from ..methods.masked_adamw import Group
+from ..progress import get_logger
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
 from .zero import DeepSpeedZero, ZeroOptimizer
+
+logger = get_logger(__name__)
 
 _SEVERAL = "of several, such as Muon and AdamW, make one that takes the steps of all; docs/guides/own_loop.md has it"
 
@@ -60,6 +63,17 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimi
                 raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}; or freeze it")
 
 
+def warn_of_steps(optimizer: "TorchOptimizer | ZeroOptimizer", step: int) -> None:
+    """Warn where an optimizer has taken more steps than its new controller has counted. It may have taken fewer, as
+    weights were frozen, or a GradScaler skipped some."""
+    counts = [entry["step"] for entry in (*optimizer.state.values(), *optimizer.param_groups) if "step" in entry]
+    taken = max((int(count) for count in counts if not isinstance(count, Tensor) or count.numel() == 1), default=0)
+    if taken > step + 1:  # torch.distributed.checkpoint takes an empty one to make the state
+        way = "where a run goes on, pass the steps done as step=, or the earlier controller's state to load_state_dict"
+        way += "; where a new run begins with this optimizer, nothing is wrong"
+        logger.warning(f"the optimizer has taken {taken} steps, its controller is at step={step}: {way}")
+
+
 class TorchOptimizer:
     """A `torch.optim.Optimizer` as the controller follows it: calls around its steps, and pieces of weights."""
 
@@ -70,6 +84,10 @@ class TorchOptimizer:
     @property
     def param_groups(self) -> list[Group]:
         return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        return self.optimizer.state
 
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """The pieces of weights with a gradient that this process updates; `mask` gives a weight's mask by name."""

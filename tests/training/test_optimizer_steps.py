@@ -5,6 +5,8 @@ import torch
 import zoo
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers.optimization import Adafactor
 
 from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, unpatch_model
 
@@ -93,6 +95,35 @@ def test_gradients_are_decayed_once_where_a_closure_makes_them_too(cls, argument
                 assert loss == 7.0
         assert controller.step == 2
     assert torch.equal(models[0][0].weight, models[1][0].weight)
+
+
+def adafactor(parameters) -> torch.optim.Optimizer:
+    return Adafactor(parameters, lr=0.1, relative_step=False)  # it counts in an int
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, adafactor, torch.optim.SGD])
+@pytest.mark.parametrize("given", ["nothing", "the optimizer", "step=", "both states"])
+def test_a_controller_that_has_counted_fewer_steps_than_its_optimizer_warns_once(make, given, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("hf_sparse24.training.optimizers.logger.warning", said.append)
+    states: list[dict] = []
+    for _ in range(2):
+        model = mlp()
+        optimizer = make(model.parameters())
+        if make is torch.optim.AdamW:
+            get_optimizer_state_dict(model, optimizer)  # takes an empty step
+        controller = Sparse24Controller(model, optimizer, total_steps=9, step=4 if states and given == "step=" else 0)
+        if states and given != "nothing":
+            optimizer.load_state_dict(states[0])
+        if states and given == "both states":  # in the order that the docs say
+            controller.load_state_dict(states[1])
+        for _ in range(4):
+            gradients(model, 1.0)
+            optimizer.step()
+        assert states or not said
+        states = [optimizer.state_dict(), controller.state_dict()]
+    warns = given == "the optimizer" and make is not torch.optim.SGD  # which counts nothing
+    assert len(said) == warns and all("as step=, or the" in text and "load_state_dict" in text for text in said)
 
 
 class Chained(torch.optim.Optimizer):
