@@ -48,7 +48,7 @@ class SparseRun:
         self.owners: WeakSet[nn.Module] = WeakSet()
         self.key = f"run {next(_numbers)}"
         RUNS[self.key] = self
-        self._has_warned = False
+        self._said: set[str] = set()
 
     @property
     def config(self) -> Sparse24Config:
@@ -114,13 +114,18 @@ class SparseRun:
 
     def expect_controller(self) -> None:
         """Say once that a model trains and nothing runs its sparsity."""
-        if self.controller is None and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
+        if self.controller is None:
+            self.warn_once(
                 "this sparse model trains without a Sparse24Controller: phases, masks and scales stay as they are, and "
                 "there is no masked decay. In a Trainer, call Sparse24Callback.add_to(trainer) before train(); in a "
                 "loop of your own, make a Sparse24Controller(model, optimizer, total_steps)"
             )
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning, where it has not been logged for this model."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text)
 
     def __reduce__(self) -> Any:
         return SparseRun, (self.saved,)  # a copy has no controller and no owners

@@ -16,6 +16,12 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import MASK
 from ..weights.sparse_weight import SparseWeight, wrong_state
 
+KEPT_STATE = (
+    "load_state_dict: the state dict has dense weights of sparse layers without their {}, which are still those of the "
+    "weights before. That is right for averaged weights of the same run. After any others, such as those of a dense "
+    "model, call init_state() on each of hf_sparse24.sparse_weights(model).values()"
+)
+
 
 class Made:
     """The base of what stands in front of a module's own class. pickle finds no made class by name, so an instance is
@@ -146,6 +152,13 @@ class PackedModule(WeightModule):
             raise ValueError(f"{name} is packed, and cannot be replaced or quantized: call unpack_model(model) first")
         super().register_parameter(name, param)
 
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        for key in {prefix + name for name in self.sparse24} & state_dict.keys():
+            errors.append(
+                f"{key} is packed and takes no dense weight: load it after unpack_model(model), then pack again"
+            )
+
 
 class SparseModule(WeightModule):
     """The base of sparse layers and of sparse stacked experts. The method's state is in buffers of the module."""
@@ -189,5 +202,7 @@ class SparseModule(WeightModule):
                 # Dense weights for a model that was patched without any: the rest starts from them.
                 missing[:] = [name for name in missing if name not in names]
                 weight.init_state(with_parameters=True)
-            # Otherwise what is missing is missing: averaged weights must not choose other masks and scales.
+            elif names and key in state_dict and not weight.run.progress[0]:
+                # Averaged weights must not choose other masks and scales, and nothing tells them from other weights.
+                weight.run.warn_once(KEPT_STATE.format(list(weight.state)))
             weight.clear_encodings()

@@ -4,11 +4,11 @@ import pytest
 import torch
 import zoo
 from safetensors.torch import load_file, save_file
-from sparse_models import logits
+from sparse_models import logits, patched
 from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import Sparse24Config, export_model, patch_model, sparse_weights
+from hf_sparse24 import Sparse24Config, Sparse24Controller, export_model, pack_model, patch_model, sparse_weights
 from hf_sparse24.run import sparse_run
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -108,6 +108,30 @@ def test_averaged_masks_are_made_again_as_the_error_says(tmp_path):
         weight.init_state()
     export_model(averaged.module, tmp_path)
     assert torch.equal(logits(averaged.module), logits(AutoModelForCausalLM.from_pretrained(tmp_path)))
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama", "s-ste"), ("gpt2", "fixed-mask"), ("mixtral", "t-sr-ste")])
+def test_dense_weights_without_state_are_loaded_with_a_warning_and_not_into_packed_ones(name, method, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("hf_sparse24.run.logger.warning", said.append)
+    model, dense = patched(name, method=method), zoo.build(name, seed=1)
+    controller = Sparse24Controller(model, torch.optim.SGD(model.parameters(), lr=0.0), total_steps=9)
+    model(**zoo.batch()).loss.backward()
+    controller.optimizer.step()
+    model.load_state_dict(dense.state_dict(), strict=False)  # within training: averaged weights
+    controller.end()
+    assert not said
+    for _ in range(2):
+        model.load_state_dict(dense.state_dict(), strict=False)
+    assert len(said) == 1 and "call init_state() on each of hf_sparse24.sparse_weights(model)" in said[0]
+    for weight in sparse_weights(model).values():
+        weight.init_state()
+    expected = logits(model)
+    patch_model(dense, Sparse24Config(method=method))
+    assert torch.equal(logits(dense), expected)
+    pack_model(model)
+    with pytest.raises(RuntimeError, match=r"is packed and takes no dense weight: load it after unpack_model\(model\)"):
+        model.load_state_dict(zoo.build(name).state_dict(), strict=False)
 
 
 @pytest.mark.parametrize("rule", ["mse", "l1", "none"])
