@@ -22,7 +22,8 @@ from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, check_values
 from ..patching.masters import packed_config
-from ..patching.ownership import adopt, check_not_offloaded, name_parts, unwrap
+from ..patching.matching import match_config
+from ..patching.ownership import check_not_offloaded, name_parts, unwrap
 from ..patching.packing import check_packable
 from ..patching.refusals import reject_non_finite
 from ..progress import Progress, get_logger
@@ -104,7 +105,7 @@ def export_model(
         if tied := sorted(weights.keys() - first_of_each(weights).keys()):
             what = f"{tied[0]} is the weight of another layer too"
             raise ValueError(f"{what}, and Transformers cannot load that packed: export with format='dense'")
-    adopt(model)  # where a part was patched by itself
+    match_config(model)
     # Transformers would name and shape tensors like the last checkpoint or adapter that it converted.
     converted = model.__dict__.pop("_weight_conversions", None)
     try:

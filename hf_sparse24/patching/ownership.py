@@ -19,6 +19,8 @@ from ..run import SparseRun
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED, TRAINED, layer_name, name_without_adapters
 
+LAYERS = "_sparse24_layers"  # the attribute of a model for what its config says: its copies have it too
+
 
 def adopt(model: nn.Module, weights: Mapping[str, SparseWeight] | None = None) -> SparseRun | None:
     """Let the Transformers models in `model` say in their configs that parts of them are sparse.
@@ -29,7 +31,10 @@ def adopt(model: nn.Module, weights: Mapping[str, SparseWeight] | None = None) -
     weights = sparse_weights(model, TRAINED) if weights is None else weights
     if not weights:
         return None
-    first = next(iter(weights))
+    wholes = list(outermost(model))
+    written = {id(getattr(whole.config, "quantization_config", None)) for whole in wholes}
+    # A copied block may come first, whose run no config knows.
+    first = max(weights, key=lambda name: id(weights[name].run.saved) in written)
     run = cast(SparseRun, weights[first].run)
     for name, weight in weights.items():
         if weight.run is not run and not _is_unused_copy(weight.run, run):
@@ -37,7 +42,6 @@ def adopt(model: nn.Module, weights: Mapping[str, SparseWeight] | None = None) -
             raise ValueError(f"{name} and {first} were patched apart, with two configs; {way}")
     for weight in weights.values():
         weight.run = run
-    wholes = list(outermost(model))
     for whole in wholes:
         named = getattr(whole.config, "quantization_config", None)
         if (named is None or (named is run.saved and whole not in run.owners)) and sparse_weights(whole, TRAINED):
@@ -68,6 +72,7 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
         return
     own: Any = copy.deepcopy(shared)
     own.quantization_config = run.saved
+    model.__dict__[LAYERS] = sparse_layers(model)
     for module in model.modules():
         found = module.__dict__.get("config")  # not one that a wrapper passes on
         of_part = type(found) is type(shared) and getattr(found, "quantization_config", None) is run.saved
@@ -85,10 +90,16 @@ def forget_quantizer(model: PreTrainedModel) -> None:
             del module.config._is_quantized
 
 
+def sparse_layers(owner: nn.Module) -> dict[str, Pattern]:
+    """The patterns of the layers of a model that a method trains, by the names that they have without adapters."""
+    weights = sparse_weights(owner, TRAINED)
+    return {name_without_adapters(layer_name(name)): weight.pattern for name, weight in weights.items()}
+
+
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
     """Name the layers that are sparse in the owner's config, or remove the config's entry if none are."""
     # Without the names that adapters around the layers give: they will not be there when the config is read.
-    names = [name_without_adapters(layer_name(name)) for name in sparse_weights(owner, TRAINED)]
+    names = sparse_layers(owner)
     list_masters(owner, run)
     if not names:
         if run.facts.packed is not None:
@@ -101,7 +112,8 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
     if getattr(owner_config, "quantization_config", None) is not run.saved:  # it has got another one since
         return
     if names:
-        run.change_config(target_modules=names, exclude_modules=None, layers_to_transform=None)
+        own = {name: str(pattern) for name, pattern in names.items() if pattern != run.method.pattern} or None
+        run.change_config(target_modules=[*names], exclude_modules=None, layers_to_transform=None, layer_patterns=own)
     else:
         del owner_config.quantization_config
 

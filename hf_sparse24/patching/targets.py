@@ -78,7 +78,7 @@ class Candidate(NamedTuple):
 
 def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     """Return every linear layer and stack of experts' weights of `model` once, in module order."""
-    config, places = run.config, _find_places(model)
+    config, places = run.config, find_places(model)
     targets = _picked("target_modules", config.target_modules, places)
     excluded = _picked("exclude_modules", config.exclude_modules, places)
     blocks = _chosen_blocks(config.layers_to_transform, places)
@@ -126,7 +126,7 @@ def find_candidates(model: nn.Module, run: SparseRun) -> list[Candidate]:
     return _without_half_shared(model, found)
 
 
-def _find_places(model: nn.Module) -> dict[str, Place]:
+def find_places(model: nn.Module) -> dict[str, Place]:
     """Return the places of all linear layers and stacks of experts' weights, by the layer's name."""
     places: dict[str, Place] = {}
     for name, module in model.named_modules():

@@ -11,7 +11,7 @@ from transformers.trainer_utils import HubStrategy
 
 from ..extensions import extensions
 from ..methods.base import DENSE_PHASE
-from ..patching.ownership import adopt
+from ..patching.matching import match_config
 from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights
@@ -102,7 +102,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
             def load_and_tell(checkpoint: str | None) -> None:
                 """The Trainer calls it with the checkpoint's directory before `on_train_begin`, with every engine."""
                 if checkpoint is not None:
-                    adopt(model_of(trainer))  # as the checkpoint's config names layers
+                    match_config(model_of(trainer))  # as the checkpoint's config names layers
                     check_resumed(model_of(trainer), checkpoint, warn=False)  # before another optimizer is loaded
                     callback.checkpoint = checkpoint
                     callback._put_first(trainer)

@@ -198,5 +198,7 @@ def layer_name(name: str) -> str:
 
 
 def name_without_adapters(name: str) -> str:
-    """The name that a module or weight has in its model without the adapters of PEFT."""
-    return name.replace(".base_layer", "").removeprefix("base_model.model.")
+    """The name that a module or weight has in its model without the adapters of PEFT, and in its `state_dict` without
+    FSDP's wrappers of what is recomputed in backward."""
+    name = name.replace(".base_layer", "").replace("_checkpoint_wrapped_module.", "")
+    return name.removeprefix("base_model.model.")
