@@ -100,7 +100,7 @@ class Sparse24Controller:
         self.total_steps, self.seed, self.metrics_interval = total_steps, seed, metrics_interval
         self.step, self.micro_step, self._is_new = step, 0, True
         # Without a dense master a weight trains as any Parameter: nothing is done to it, and its mask never flips.
-        masters = sparse_weights(self.model, TRAINED)
+        self._trained = masters = sparse_weights(self.model, TRAINED)
         check_optimizer(masters, self._followed)
         self._masks = StepMasks(self.model, self.run, self.weights)
         if not self.keeps_phase:
@@ -221,6 +221,15 @@ class Sparse24Controller:
         if self.step >= self.total_steps:
             way = "give the controller the steps of the whole run, or call its end()"
             raise RuntimeError(f"total_steps={self.total_steps} are done: {way}")
+        present = {id(weight) for weight in sparse_weights(self.model, TRAINED).values()}
+        gone = next((name for name, weight in self._trained.items() if id(weight) not in present), None)
+        if gone is not None:
+            way = (
+                f"after that, make the optimizer and a Sparse24Controller with step={self.step}, or call end() of this"
+            )
+            raise RuntimeError(
+                f"{gone} is no sparse weight of the model any more, which was replaced or removed: {way}"
+            )
         if self._is_new:  # not before: states are loaded into a new one
             warn_of_steps(self._followed, self.step)
             self._is_new = False
