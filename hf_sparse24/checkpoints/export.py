@@ -22,8 +22,7 @@ from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, check_values
 from ..patching.masters import packed_config
-from ..patching.matching import match_config
-from ..patching.ownership import check_not_offloaded, name_parts, unwrap
+from ..patching.ownership import check_not_offloaded, match_config, name_parts, unwrap
 from ..patching.packing import check_packable
 from ..patching.refusals import reject_non_finite
 from ..progress import Progress, get_logger

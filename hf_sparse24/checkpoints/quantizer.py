@@ -19,7 +19,6 @@ from ..facts import MARKER
 from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config
-from ..patching.matching import match_config
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
 from ..run import SparseRun, sparse_run, wants_packed_master
@@ -178,7 +177,7 @@ class Sparse24Quantizer(HfQuantizer):
         return self.packed is None  # packed weights do not train, adapters around them do
 
     def get_state_dict_and_metadata(self, model, *args):
-        match_config(model)  # save_pretrained of a packed model calls it before it writes
+        ownership.match_config(model)  # save_pretrained of a packed model calls it before it writes
         return super().get_state_dict_and_metadata(model, *args)
 
     def update_weight_conversions(self, weight_conversions, *args):
@@ -190,7 +189,7 @@ def save_pretrained(
     model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
 ) -> None:
     """`save_pretrained` of the model's class, with a `MARKER` in the weights of a training checkpoint."""
-    match_config(model)
+    ownership.match_config(model)
     first, run = next(iter(sparse_weights(model)), None), sparse_run(model)
     if run is None:  # all that was sparse has been replaced
         return type(model).save_pretrained(model, save_directory, is_main_process, state_dict=state_dict, **kwargs)

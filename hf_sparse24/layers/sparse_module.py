@@ -16,12 +16,6 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import MASK
 from ..weights.sparse_weight import SparseWeight, wrong_state
 
-KEPT_STATE = (
-    "load_state_dict: the state dict has dense weights of sparse layers without their {}, which are still those of the "
-    "weights before. That is right for averaged weights of the same run. After any others, such as those of a dense "
-    "model, call init_state() on each of hf_sparse24.sparse_weights(model).values()"
-)
-
 
 class Made:
     """The base of what stands in front of a module's own class. pickle finds no made class by name, so an instance is
@@ -204,5 +198,11 @@ class SparseModule(WeightModule):
                 weight.init_state(with_parameters=True)
             elif names and key in state_dict and not weight.run.progress[0]:
                 # Averaged weights must not choose other masks and scales, and nothing tells them from other weights.
-                weight.run.warn_once(KEPT_STATE.format(list(weight.state)))
+                way = (
+                    "right for averaged weights of one run; for any others, such as a dense model's, call init_state()"
+                )
+                way += " on each of hf_sparse24.sparse_weights(model).values() afterwards"
+                weight.run.warn_once(
+                    f"dense weights loaded without {list(weight.state)}, which stay as they were: {way}"
+                )
             weight.clear_encodings()

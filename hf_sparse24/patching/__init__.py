@@ -6,7 +6,6 @@ unsupported.py  why a layer that was selected stays dense
 refusals.py     which models are refused as a whole
 report.py       PatchReport, the table of both
 ownership.py    which Transformers models say in their configs that they are sparse
-matching.py     that they say what the models are when they are saved
 packing.py      pack_model and unpack_model
 masters.py      packed masters: values without zeros that train
 """

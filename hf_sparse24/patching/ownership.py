@@ -6,18 +6,22 @@ runs whenever the whole passes through the library: in `patch_model`, a controll
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from sparse24_kernels import Pattern
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..extensions import extensions
+from ..config import SavedConfig
+from ..extensions import adapters_in, extensions
 from ..packed_format import PackedFormat
-from ..run import SparseRun
+from ..run import SparseRun, sparse_run
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import PACKED, TRAINED, layer_name, name_without_adapters
+from .targets import find_candidates, find_places
 
 LAYERS = "_sparse24_layers"  # the attribute of a model for what its config says: its copies have it too
 
@@ -72,7 +76,7 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
         return
     own: Any = copy.deepcopy(shared)
     own.quantization_config = run.saved
-    model.__dict__[LAYERS] = sparse_layers(model)
+    model.__dict__[LAYERS] = trained_patterns(model)
     for module in model.modules():
         found = module.__dict__.get("config")  # not one that a wrapper passes on
         of_part = type(found) is type(shared) and getattr(found, "quantization_config", None) is run.saved
@@ -90,16 +94,15 @@ def forget_quantizer(model: PreTrainedModel) -> None:
             del module.config._is_quantized
 
 
-def sparse_layers(owner: nn.Module) -> dict[str, Pattern]:
-    """The patterns of the layers of a model that a method trains, by the names that they have without adapters."""
-    weights = sparse_weights(owner, TRAINED)
-    return {name_without_adapters(layer_name(name)): weight.pattern for name, weight in weights.items()}
+def trained_patterns(owner: nn.Module) -> dict[str, Pattern]:
+    """The pattern of each weight of a model that a method trains, by its name."""
+    return {name: weight.pattern for name, weight in sparse_weights(owner, TRAINED).items()}
 
 
 def name_layers(owner: nn.Module, run: SparseRun) -> None:
     """Name the layers that are sparse in the owner's config, or remove the config's entry if none are."""
     # Without the names that adapters around the layers give: they will not be there when the config is read.
-    names = sparse_layers(owner)
+    names = {name_without_adapters(layer_name(name)): pattern for name, pattern in trained_patterns(owner).items()}
     list_masters(owner, run)
     if not names:
         if run.facts.packed is not None:
@@ -116,6 +119,60 @@ def name_layers(owner: nn.Module, run: SparseRun) -> None:
         run.change_config(target_modules=[*names], exclude_modules=None, layers_to_transform=None, layer_patterns=own)
     else:
         del owner_config.quantization_config
+
+
+def match_config(model: nn.Module) -> None:
+    """Let the configs in a model name the layers that are sparse or packed now, where that has changed since they were
+    written. ValueError: a config cannot say what the model is, as its architecture has other layers."""
+    adopt(model)  # where a part was patched by itself, or a layer is a copy of another one
+    for owner in outermost(model):
+        saved = getattr(owner.config, "quantization_config", None)
+        if isinstance(saved, SavedConfig) and not adapters_in(owner):  # with adapters, these alone are saved
+            _match(owner, saved)
+
+
+def _match(owner: Any, saved: SavedConfig) -> None:
+    packed, run = saved.facts.packed, sparse_run(owner)
+    now = trained_patterns(owner) if packed is None else packed_patterns(owner)
+    written = owner.__dict__.get(LAYERS) if packed is None else packed.weights
+    if now == written and (run is None or run.saved is saved):
+        return
+    made = _as_loaded(owner)
+    _reject(_layers(owner) ^ _layers(made))
+    if not now:
+        name_layers(owner, SparseRun(saved))
+        forget_quantizer(owner)
+    elif packed is not None and run is None:
+        saved.facts = replace(saved.facts, packed=replace(packed, weights=now))
+    elif run is not None:
+        owner.config.quantization_config = run.saved  # all that is sparse may be of another model
+        run.owners.add(owner)
+        name_layers(owner, run)
+        said = dict.fromkeys(run.config.target_modules, run.config.pattern) | (run.config.layer_patterns or {})
+        found = find_candidates(made, run) if packed is None else []  # what is packed is read by name alone
+        picked = {each.name: str(each.pattern or run.method.pattern) for each in found if each.skipped is None}
+        _reject({name for name, _ in picked.items() ^ said.items()} if found else set())
+        owner.__dict__[LAYERS] = now
+
+
+def _layers(model: nn.Module) -> set[str]:
+    """The names in files of linear layers and of stacks of experts' weights, packed ones included."""
+    return {name_without_adapters(name) for name in find_places(model)} | {*map(layer_name, packed_patterns(model))}
+
+
+def _as_loaded(owner: Any) -> nn.Module:
+    """The model as `from_pretrained` makes it of its config, without weights; itself where its class needs more."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return type(owner)(copy.deepcopy(owner.config))
+    except Exception:  # whatever a constructor of foreign code raises
+        return owner
+
+
+def _reject(differing: set[str]) -> None:
+    if differing:
+        way = "change model.config to what the model is, such as num_hidden_layers; or keep model.state_dict()"
+        raise ValueError(f"{min(differing)}: modules were replaced or removed, and config.json tells others: {way}")
 
 
 def name_parts(config: PreTrainedConfig, whole: str | None) -> None:

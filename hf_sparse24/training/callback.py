@@ -11,7 +11,7 @@ from transformers.trainer_utils import HubStrategy
 
 from ..extensions import extensions
 from ..methods.base import DENSE_PHASE
-from ..patching.matching import match_config
+from ..patching.ownership import match_config
 from ..progress import get_logger
 from ..run import sparse_run
 from ..weights.sparse_weight import sparse_weights

@@ -218,21 +218,7 @@ class Sparse24Controller:
 
     def _before_step(self) -> None:
         """Right before the optimizer uses the gradients."""
-        if self.step >= self.total_steps:
-            way = "give the controller the steps of the whole run, or call its end()"
-            raise RuntimeError(f"total_steps={self.total_steps} are done: {way}")
-        present = {id(weight) for weight in sparse_weights(self.model, TRAINED).values()}
-        gone = next((name for name, weight in self._trained.items() if id(weight) not in present), None)
-        if gone is not None:
-            way = (
-                f"after that, make the optimizer and a Sparse24Controller with step={self.step}, or call end() of this"
-            )
-            raise RuntimeError(
-                f"{gone} is no sparse weight of the model any more, which was replaced or removed: {way}"
-            )
-        if self._is_new:  # not before: states are loaded into a new one
-            warn_of_steps(self._followed, self.step)
-            self._is_new = False
+        _check_step(self)
         self.run.open_step = None
         self._masks.start_step(measures_flips=(self.step + 1) % self.metrics_interval == 0 or self.step == 0)
 
@@ -278,6 +264,21 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
     if run.facts.finished:
         logger.info(FINISHED)
     return model, run
+
+
+def _check_step(controller: Sparse24Controller) -> None:
+    """Raise RuntimeError where a step cannot be taken: the run is over, or a weight has left the model."""
+    if controller._is_new:  # not before: states are loaded into a new one
+        warn_of_steps(controller._followed, controller.step)
+        controller._is_new = False
+    if controller.step >= controller.total_steps:
+        way = "give the controller the steps of the whole run, or call its end()"
+        raise RuntimeError(f"total_steps={controller.total_steps} are done: {way}")
+    present = {id(weight) for weight in sparse_weights(controller.model, TRAINED).values()}
+    gone = next((name for name, weight in controller._trained.items() if id(weight) not in present), None)
+    if gone is not None:
+        way = f"after that, make the optimizer and a Sparse24Controller with step={controller.step}, or call its end()"
+        raise RuntimeError(f"{gone} is no sparse weight of the model any more, which was replaced or removed: {way}")
 
 
 def _check_state(state: State, controller: Sparse24Controller) -> None:

@@ -27,11 +27,9 @@ def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroO
         optimizer = getattr(optimizer, "optimizer", optimizer)
     if _is_deepspeed(optimizer):
         return ZeroOptimizer(cast(DeepSpeedZero, optimizer), method)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer={type(optimizer).__name__}: must be a torch.optim.Optimizer; {_SEVERAL}")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        way = "it has no hooks to follow, as it never called super().__init__(param_groups, {}) of torch's Optimizer"
-        raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; {_SEVERAL}")
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        way = f"must be a torch.optim.Optimizer, with the hooks that its __init__(param_groups, {{}}) makes; {_SEVERAL}"
+        raise ValueError(f"optimizer={type(optimizer).__name__}: {way}")
     if hasattr(optimizer, "fused_backward"):
         way = "it updates weights within backward, before masked decay and without steps to follow"
         raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW, or another that updates in step()")
@@ -63,11 +61,11 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimi
                 raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}; or freeze it")
 
 
-def warn_of_steps(optimizer: "TorchOptimizer | ZeroOptimizer", step: int) -> None:
-    """Warn where an optimizer has taken more steps than its new controller has counted. It may have taken fewer, as
-    weights were frozen, or a GradScaler skipped some."""
-    counts = [entry["step"] for entry in (*optimizer.state.values(), *optimizer.param_groups) if "step" in entry]
-    taken = max((int(count) for count in counts if not isinstance(count, Tensor) or count.numel() == 1), default=0)
+def warn_of_steps(optimizer: Any, step: int) -> None:
+    """Warn where an optimizer has taken more steps than its new controller has counted. Skipped ones make it fewer."""
+    entries = *getattr(optimizer, "zero", optimizer).optimizer.state.values(), *optimizer.param_groups
+    counts = [({"step": None} | entry)["step"] for entry in entries if isinstance(entry, dict)]
+    taken = max((int(torch.as_tensor(x).max()) for x in counts if isinstance(x, int | float | Tensor)), default=0)
     if taken > step + 1:  # torch.distributed.checkpoint takes an empty one to make the state
         way = "where a run goes on, pass the steps done as step=, or the earlier controller's state to load_state_dict"
         way += "; where a new run begins with this optimizer, nothing is wrong"
@@ -84,10 +82,6 @@ class TorchOptimizer:
     @property
     def param_groups(self) -> list[Group]:
         return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        return self.optimizer.state
 
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """The pieces of weights with a gradient that this process updates; `mask` gives a weight's mask by name."""

@@ -53,11 +53,6 @@ class ZeroOptimizer:
         parameters = {id(flat): held for flat, held in owners}
         return [group | {"params": parameters[id(group["params"][0])]} for group in self.zero.optimizer.param_groups]
 
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """The state of the optimizer below, by its flat pieces."""
-        return self.zero.optimizer.state
-
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """Within a step of the optimizer below, this process's pieces of the weights whose gradients it uses."""
         (group,), (held,) = self.zero.optimizer.param_groups, self.param_groups

@@ -127,17 +127,13 @@ def test_a_controller_that_has_counted_fewer_steps_than_its_optimizer_warns_once
 
 
 class Chained(torch.optim.Optimizer):
-    """Several optimizers in one; without torch's own `__init__` it has no hooks."""
-
-    def __init__(self, optimizers, has_hooks):
-        self.optimizers, groups = optimizers, [group for each in optimizers for group in each.param_groups]
+    def __init__(self, *optimizers, has_hooks):
+        self.optimizers, self.param_groups = optimizers, [x for each in optimizers for x in each.param_groups]
         if has_hooks:
-            super().__init__(groups, {})
-        self.param_groups = groups
+            super().__init__(self.param_groups, {})
 
     def step(self, closure=None):
-        for each in self.optimizers:
-            each.step()
+        return [each.step() for each in self.optimizers]
 
 
 def test_several_optimizers_are_refused_with_the_way_out_and_one_of_them_is_followed():
@@ -155,13 +151,16 @@ def test_several_optimizers_are_refused_with_the_way_out_and_one_of_them_is_foll
         (torch.optim.SGD(nn.Linear(8, 8).parameters()), "does not hold 0.weight, .*, or pass the one that holds it"),
         (
             [muon, adamw],
-            "optimizer=list: must be a torch.optim.Optimizer; of several, such as Muon and AdamW, make one",
+            "optimizer=list: must be a torch.optim.Optimizer, .* of several, such as Muon and AdamW, make one",
         ),
-        (Chained([muon, adamw], has_hooks=False), r"optimizer=Chained: .* never called super\(\).__init__"),
+        (
+            Chained(muon, adamw, has_hooks=False),
+            r"optimizer=Chained: must be .* hooks that its __init__\(param_groups",
+        ),
     ):
         with pytest.raises(ValueError, match=reason):
             Sparse24Controller(model, optimizer, total_steps=2)
-    controller = Sparse24Controller(model, Chained([muon, adamw], has_hooks=True), total_steps=2)
+    controller = Sparse24Controller(model, Chained(muon, adamw, has_hooks=True), total_steps=2)
     gradients(model, 0.0)
     decayed = [0.5 * layer.weight.detach() * ~layer.sparse24["weight"].mask() for layer in model]
     controller.optimizer.step()
