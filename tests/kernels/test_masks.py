@@ -25,25 +25,6 @@ def sorted_mask(weight: torch.Tensor, n: int, m: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.bool).reshape(weight.shape)
 
 
-@pytest.mark.parametrize(
-    ("group", "kept"),
-    [
-        ([4, 1, 3, 2], [1, 0, 1, 0]),
-        ([-4, 1, 3, -5], [1, 0, 0, 1]),
-        ([1, 1, 1, 1], [1, 1, 0, 0]),  # ties keep the lower index
-        ([1, 2, 2, 2], [0, 1, 1, 0]),
-        ([2, 1, 1, 1], [1, 1, 0, 0]),
-        ([0, 0, 0, 0], [1, 1, 0, 0]),
-        ([0, 0, 0, 7], [1, 0, 0, 1]),
-        ([1, NAN, 2, 3], [0, 1, 0, 1]),  # NaN is the largest: kept, and so seen
-        ([INF, 1, NAN, INF], [1, 0, 1, 0]),
-        ([INF, INF, NAN, 1], [1, 0, 1, 0]),  # above inf
-    ],
-)
-def test_mask_by_hand(group, kept):
-    assert kernels.nm_mask(torch.tensor(group, dtype=torch.float32)).int().tolist() == kept
-
-
 def test_mask_equals_a_sort_on_all_special_groups():
     groups = torch.tensor(list(product(SPECIAL, repeat=4)))
     torch.testing.assert_close(kernels.nm_mask(groups), sorted_mask(groups, 2, 4))

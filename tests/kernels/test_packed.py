@@ -241,7 +241,3 @@ def test_no_kernel_for_gpus_reads_int8_values(stand_in, planned_for_gpu):  # noq
     assert plan.is_sparse and plan.reason.startswith("more than 64 tokens")
     many = torch.randn(80, 32).to(BF16)
     torch.testing.assert_close(kernels.packed_linear(many, packed, plan=plan), F.linear(many, dense))
-
-
-PACKED_WEIGHT, X = kernels.pack_nm(torch.randn(8, 16)), torch.randn(3, 16)
-STACK, INT8 = kernels.pack_nm(torch.randn(2, 8, 16)), kernels.quantize_packed(PACKED_WEIGHT)

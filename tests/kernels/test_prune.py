@@ -30,27 +30,6 @@ def test_apply_mask_never_writes_negative_zero():
     assert not torch.signbit(masked).any()
 
 
-@pytest.mark.parametrize(
-    ("group", "pruned"),
-    [
-        ([4, -1, 3, 2], [2, 0, 1, 0]),  # threshold 2, the second smallest
-        ([-4, 1, 1, 5], [-3, 0, 0, 4]),
-        ([1, 3, 3, 3], [0, 0, 0, 0]),  # |t2| = |t3| = |t4|: continuity costs the whole group
-        ([2, 3, 3, 5], [0, 0, 0, 2]),
-        ([0, 0, 2, -1], [0, 0, 2, -1]),
-        ([0, 0, 0, 0], [0, 0, 0, 0]),
-    ],
-)
-def test_soft_threshold_by_hand(group, pruned):
-    group = torch.tensor(group, dtype=torch.float32)
-    actual = kernels.soft_threshold(group)
-    assert actual.tolist() == pruned
-    assert not torch.signbit(actual[actual == 0]).any()
-    assert kernels.soft_threshold(group, scale=torch.tensor(1.5)).tolist() == [1.5 * value for value in pruned]
-    # The general route (a sort) and the other dimension agree with the fast one.
-    torch.testing.assert_close(kernels.soft_threshold(group[:, None], dim=0)[:, 0], actual)
-
-
 def test_soft_threshold_on_special_values():
     groups = torch.tensor(list(product([0.0, -0.0, 1.0, -2.0, -1e-45, 3e38], repeat=4)))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -23,7 +23,9 @@ def test_soft_threshold_is_the_formula_of_the_paper_and_of_its_code_at_every_tie
     pairs = a.unflatten(1, (2, 2))
     code = torch.minimum(pairs.amin(2).amax(1), pairs.amax(2).amin(1))
     assert torch.equal(second[:, 0], code)
-    assert torch.equal(kernels.soft_threshold(EVERY_TIE), EVERY_TIE.sign() * (a - second).clamp(min=0))
+    expected = EVERY_TIE.sign() * (a - second).clamp(min=0)
+    assert torch.equal(kernels.soft_threshold(EVERY_TIE), expected)
+    assert torch.equal(kernels.soft_threshold(EVERY_TIE.t(), dim=0, scale=torch.tensor(1.5)).t(), 1.5 * expected)
 
 
 def test_s_of_gaussian_weights_keeps_this_share_of_a_hard_mask():
