@@ -32,8 +32,6 @@ from hf_sparse24.config import SavedConfig
 from hf_sparse24.methods import METHODS, MethodSettings, SparseMethod, Values, setting
 from hf_sparse24.run import SparseRun, sparse_run
 
-# --- settings ---
-
 
 def test_its_settings_are_those_of_the_config():
     config = Sparse24Config(method="own", ridge=0.5, rank=3)
@@ -110,9 +108,6 @@ def test_adapters_must_be_in_the_optimizer():
     patch_model(model, Sparse24Config(method="own"))
     with pytest.raises(ValueError, match=r"does not hold .*weight, left, .* after patch_model"):
         Sparse24Controller(model, optimizer, 10)
-
-
-# --- GEMMs ---
 
 
 def test_the_backward_pass_can_take_the_dense_master():
@@ -195,9 +190,6 @@ def test_authors_import_public_modules_alone(path):
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     ours = {module for module in modules if module.startswith(("hf_sparse24", "sparse24_kernels"))}
     assert ours and ours <= {"hf_sparse24", "hf_sparse24.methods", "sparse24_kernels", "sparse24_kernels.gemm"}
-
-
-# --- training ---
 
 
 def test_its_changes_of_gradients_come_once_and_last():

@@ -73,9 +73,6 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     assert one.shape == other.shape and float((one - other).detach().abs().max()) <= 1e-12
 
 
-# --- the two masks ---
-
-
 @pytest.mark.parametrize("conv1d", [False, True])
 def test_the_two_masks_of_a_weight_written_by_hand(conv1d):
     layer = make_layer(torch.tensor(WEIGHT), conv1d)
@@ -106,9 +103,6 @@ def test_state_is_checked_along_the_input_alone():
     assert weight.method.check_state(view) is None  # although columns keep more than two of four
     weight.state["mask_bits"].fill_(255)
     assert "along the input dimension in 16 groups" in weight.method.check_state(view)
-
-
-# --- the three GEMMs ---
 
 
 def test_three_steps_are_adamw_on_the_kept_values_alone():
@@ -149,8 +143,6 @@ def test_three_steps_are_adamw_on_the_kept_values_alone():
             for tensor in (layer.weight, moments["exp_avg"], moments["exp_avg_sq"]):
                 assert not tensor[~mask].any()
 
-
-# --- adapters ---
 
 LATE = {"adapter_rank": 3, "adapter_steps": 0.25}
 
@@ -274,9 +266,6 @@ def test_adapters_of_frozen_weights_are_frozen():
     model = zoo.build("llama").requires_grad_(False)
     patch_model(model, Sparse24Config(method="slope", adapter_rank=2))
     assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-# --- settings, and layers that cannot be sparse ---
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,6 @@ def test_groups_of_a_patched_model():
     assert not any(group["weight_decay"] for group in step_param_groups(model, 0.1, []))
 
 
-# --- when it switches ---
-
-
 def switch_after_steps(gradients, *, steps: int = 12, **arguments) -> int | None:
     """Feed one masked parameter gradients by step, and say when it switched."""
     parameter = nn.Parameter(torch.zeros(len(gradients(1))))

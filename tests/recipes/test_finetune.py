@@ -20,9 +20,6 @@ from hf_sparse24 import (
 pytestmark = pytest.mark.usefixtures("metrics_cache")
 
 
-# --- metrics ---
-
-
 @pytest.mark.parametrize(
     ("task", "predictions", "references", "expected"),
     [
@@ -42,12 +39,6 @@ def test_glue_metrics(task, predictions, references, expected):
     assert {name: results[name] for name in expected} == pytest.approx(expected)
     if task != "stsb":
         assert results.keys() == expected.keys()
-
-
-# --- data ---
-
-
-# --- training ---
 
 
 @pytest.mark.slow

@@ -16,9 +16,6 @@ pytestmark = pytest.mark.usefixtures("metrics_cache")
 flags = partial(toy_flags, "image_classification")
 
 
-# --- data ---
-
-
 def test_random_crops_have_the_size_and_hold_the_area():
     image = Image.new("L", (40, 30))
     for x in range(40):
@@ -51,9 +48,6 @@ def test_mixed_images_have_labels_by_their_shares():
     assert shares.min() >= 0 and shares.max() <= 1 and abs(shares.mean() - 0.5) < 0.03
     assert torch.corrcoef(torch.stack([shares, own]))[0, 1] > 0.7 and abs((own - shares).mean()) < 0.02
     assert image_classification.mix(images, labels, 0.0, 0.0) == (images, labels)
-
-
-# --- training ---
 
 
 @pytest.mark.parametrize("method", ["dense", "s-ste", "step"])

@@ -23,8 +23,6 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# --- the standard library's text, and the quickstart ---
-
 
 def test_stdlib_text_is_cached_and_deterministic(tmp_path):
     first = stdlib_text.prepare(tmp_path / "a", vocab_size=300, max_files=50)

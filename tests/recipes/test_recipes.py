@@ -18,8 +18,6 @@ from hf_sparse24 import Sparse24Linear, Sparse24Trainer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# --- data ---
-
 
 def test_pack_on_literal_numbers():
     documents = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9]]
@@ -72,9 +70,6 @@ def test_validation(tmp_path, tokenizer, text_file):
     assert 0 < len(own_file.eval_dataset) < len(own_file.train_dataset)
     few = train.main(flags(tmp_path, jsonl(tmp_path / "t.jsonl"), tokenizer, max_samples=3))
     assert len(few.train_dataset) < train_blocks / 5
-
-
-# --- models and methods ---
 
 
 @pytest.mark.parametrize("model_type", ["bert", "distilbert"])
