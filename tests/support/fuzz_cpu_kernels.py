@@ -4,7 +4,7 @@ page that is protected.
 
     LD_PRELOAD=$(g++ -print-file-name=libasan.so) python tests/support/fuzz_cpu_kernels.py LIBRARY SEED CALLS
 
-Results are compared with NumPy's where masks are what packing makes; others may give any numbers.
+What they compute is compared in tests/kernels/cpu.
 """
 
 import ctypes
@@ -42,10 +42,6 @@ def stored(numbers, dtype):
     if dtype == BF16:
         return (numbers.view(np.uint32) >> 16).astype(np.uint16)
     return numbers.astype(np.float16) if dtype == FP16 else numbers.copy()
-
-
-def read(numbers, dtype):
-    return (numbers.astype(np.uint32) << 16).view(np.float32) if dtype == BF16 else numbers.astype(np.float32)
 
 
 def before_a_protected_page(array):
@@ -114,25 +110,11 @@ class Fuzzer:
         operands = [x, values, mask, scales, bias, y, dense]
         if random.integers(2):
             operands = [before_a_protected_page(operand) for operand in operands]
-        y, dense = operands[-2:]
         pointers = [ctypes.c_void_p(None if operand is None else operand.ctypes.data) for operand in operands]
         sizes = [ctypes.c_int64(size) for size in (tokens, rows, k, 64 * n // m, m, dtype, is_product)]
         assert not self.library.sparse24_linear(number, *pointers[:6], *sizes, self.parallel_for)
         sizes = [*sizes[1:4], sizes[5]]
         assert not self.library.sparse24_unpack(number, *pointers[1:4], pointers[6], *sizes, self.parallel_for)
-        if special or not valid or (int8 and dtype == FP16):
-            return
-        weight = np.zeros((rows, k))
-        weight[kept] = (values if int8 else read(values, dtype)).reshape(-1)
-        weight *= np.repeat(np.float64(read(scales, dtype)), 128, 1)[:, :k] if int8 else 1
-        x, described = np.float64(read(x, dtype)), (tokens, rows, k, n, m, dtype, int8, is_product)
-        x, y = (x.T, y.T) if is_product else (x, y)
-        assert np.allclose(read(dense, dtype), weight, rtol=2**-8, atol=0), (self.paths[number], described)
-        wanted = x @ weight.T + (0 if bias is None else read(bias, dtype))
-        allowed = 0.02 * (np.abs(x) @ np.abs(weight).T + np.abs(wanted)) + (
-            0.02 * np.abs(x).max(initial=0)
-        ) * int8 * np.abs(weight).sum(1)
-        assert (np.abs(read(y, dtype) - wanted) <= allowed).all(), (self.paths[number], described)
 
     def prune(self):
         random = self.random
@@ -178,16 +160,6 @@ class Fuzzer:
         number = int(random.choice([number for number, name in enumerate(self.paths) if name]))
         failed = self.library.sparse24_prune(number, ctypes.c_int64(RULES[rule]), *pointers, *sizes, *rest)
         assert not failed or rule.startswith("decay")  # which paths without fused multiply-add lack
-        y, described = operands[-1], (self.paths[number], rule, before, size, after, dtype, result, n, m)
-        if rule == "pack-bits":
-            assert (y == bits).all(), described
-        elif is_packed:
-            kept = np.unpackbits(y[x.size // 2 :].view(np.uint8), bitorder="little").reshape(-1, 4)
-            assert (kept.sum(1) == 2).all(), described
-        elif rule in ("mask", "bits") and not special:
-            assert ((read(y, result)[..., 0] != 0) <= mask).all(), described
-        elif rule in ("nm-mask", "transposable"):
-            assert (y.reshape(before, size // m, m, after).sum(2) == n).all(), described
 
 
 if __name__ == "__main__":
