@@ -160,43 +160,33 @@ def test_a_model_that_is_not_finite_replaces_no_other(name, value, dtype, format
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("size", ["5GB", "20KB"])
-def test_somebodys_model_is_not_written_over(size, tmp_path):
-    """Such as the dense original that the sparse model began as."""
-    zoo.build("llama", seed=1).save_pretrained(tmp_path, max_shard_size=size)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"no export of hf_sparse24 \(config.json.*another directory"):
-        export_model(patched(), tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+def refused(directory: Path, name: str) -> None:
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(ValueError, match=rf"no export of hf_sparse24 \(.*{name}.*another directory"):
+        export_model(patched(), directory)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "scheduler.pt", None])
-def test_a_training_checkpoint_is_not_written_over(name, tmp_path):
-    """It has the dense master weights, and an export does not."""
-    model = patched()
-    if name is None:
-        model.save_pretrained(tmp_path)
-    else:
-        zoo.build("llama").save_pretrained(tmp_path)
-        (tmp_path / name).write_text("{}")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=rf"a training checkpoint.* \({name or 'config.json'}.*into another directory"):
-        export_model(model, tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+@pytest.mark.parametrize("kind", ["dense", "shards", "training"])
+def test_a_model_that_is_no_export_is_not_written_over(kind, tmp_path):
+    """Such as the dense original that the sparse model began as, or its master weights."""
+    model = patched() if kind == "training" else zoo.build("llama", seed=1)
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if kind == "shards" else "5GB")
+    refused(tmp_path, "config.json")
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "model-00001-of-00002.safetensors", "sparse24.json", "pytorch_model.bin"]
+    "name",
+    [
+        *("trainer_state.json", "optimizer.pt", "scheduler.pt", "adapter_config.json", "pytorch_model.bin"),
+        *("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "sparse24.json"),
+    ],
 )
-def test_weights_without_a_config_are_not_written_over(name, tmp_path):
-    """Or an index."""
-    tensors = {"x": torch.ones(2)}
-    for file, data in {name: save(tensors, {"format": "pt"}), "model.safetensors.index.json": b"{}"}.items():
-        (tmp_path / file).write_bytes(data)
-        with pytest.raises(ValueError, match=rf"no export of hf_sparse24 \(.*{file}"):
-            export_model(patched(), tmp_path)
-        assert (tmp_path / file).read_bytes() == data
-        (tmp_path / file).unlink()
+def test_a_file_of_something_else_is_not_written_over(name, tmp_path):
+    """Of a training, an adapter, or weights without a config."""
+    weights = save({"x": torch.ones(2)}, {"format": "pt"})
+    (tmp_path / name).write_bytes(weights if name.endswith(".safetensors") else b"{}")
+    refused(tmp_path, name)
 
 
 def test_what_a_killed_export_has_left_is_written_over(tmp_path):
@@ -255,12 +245,6 @@ def test_wrapped_models_are_looked_through(tmp_path):
         export_model(model, tmp_path / "part")
     AcceleratorState._reset_state(reset_partial_state=True)
     assert not (tmp_path / "part").exists()
-
-
-def test_the_files_of_an_adapter_are_not_written_over(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"an adapter .*\(adapter_config.json\)"):
-        export_model(patched(), tmp_path)
 
 
 @pytest.mark.parametrize("convert", [export_model, pack_model, unpatch_model])
