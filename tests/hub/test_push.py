@@ -13,15 +13,13 @@ import zoo
 from datasets import Dataset
 from fake_hub import FakeHub
 from huggingface_hub import ModelCard
-from sparse_models import logits
+from sparse_models import logits, patched
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_sparse24 import (
     Sparse24Callback,
-    Sparse24Config,
     Sparse24Trainer,
     export_model,
-    patch_model,
     push_to_hub,
     unpatch_model,
 )
@@ -42,12 +40,6 @@ def hub(monkeypatch, tmp_path) -> FakeHub:
     monkeypatch.setattr("transformers.utils.hub._hf_api", hub)  # the Trainer's
     logging.Logger.warning_once.cache_clear()  # Transformers warns once in a process
     return hub
-
-
-def patched(method: str = "s-ste", **overrides):
-    model = zoo.build("llama", **overrides)
-    patch_model(model, Sparse24Config(method=method))
-    return model.eval()
 
 
 def card(hub: FakeHub, repo_id: str = REPO, revision: str = "main") -> str:
