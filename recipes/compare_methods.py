@@ -28,7 +28,7 @@ import stdlib_text
 import torch
 import train
 from arguments import UsageError, parse_arguments
-from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, read_runs, search
+from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, next_rate, read_runs, search
 from running import evaluate_text, train_and_save, versions, whole_checkpoint
 from running import run as run_script
 from torch.optim import Optimizer
@@ -84,18 +84,6 @@ def rate_of(method: str) -> float:
     return best_rate(search(read_runs(RESULTS), method))
 
 
-def next_rate(losses: dict[float, float], start: tuple[float, ...] = ()) -> float | None:
-    """The learning rate that the search tries next, from the validation losses so far; None once the best is inside."""
-    for rate in start or START:
-        if rate not in losses:
-            return rate
-    best = LEARNING_RATES.index(best_rate(losses))
-    for neighbour in LEARNING_RATES[max(best - 1, 0) : best + 2]:
-        if neighbour not in losses:
-            return neighbour
-    return None
-
-
 def missing(variant: str, found: list[dict[str, Any]]) -> Iterator[tuple[float, int]]:
     """Learning rates and seeds of the runs that `variant` lacks and that can start now.
 
@@ -104,7 +92,7 @@ def missing(variant: str, found: list[dict[str, Any]]) -> Iterator[tuple[float, 
     """
     source = RATE_OF.get(variant, variant)
     tried = search(found, source)
-    rate = next_rate(tried, START_OF.get(source, ()))
+    rate = next_rate(tried, LEARNING_RATES, START_OF.get(source, START))
     if rate is None:
         best = best_rate(tried)
         done = {run["seed"] for run in found if (run["variant"], run["learning_rate"]) == (variant, best)}

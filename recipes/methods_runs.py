@@ -62,6 +62,14 @@ def best_rate(losses: dict[float, float]) -> float:
     return min(losses, key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
 
 
+def next_rate(losses: dict[float, float], rates: tuple[float, ...], start: tuple[float, ...]) -> float | None:
+    """Which of `rates` a search tries next, from the validation losses so far; None once the best is inside."""
+    if untried := [rate for rate in start if rate not in losses]:
+        return untried[0]
+    best = rates.index(best_rate(losses))
+    return next((rate for rate in rates[max(best - 1, 0) : best + 2] if rate not in losses), None)
+
+
 def best_runs(runs: list[Run], variant: str) -> dict[int, Run]:
     """The runs at the variant's best learning rate by seed; none where seed 0 has none."""
     losses = search(runs, variant)

@@ -30,7 +30,7 @@ from hf_sparse24.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import methods.ast  # noqa: F401  registers a method outside the package
-from methods_runs import best_rate
+from methods_runs import best_rate, next_rate
 from running import run as run_script
 from running import versions
 from stdlib_text import replace_file
@@ -46,7 +46,7 @@ PATTERNS = ("2:4", "16:32", "8:16", "6:8")
 """What `oneshot` prunes to."""
 
 TOKENS = (30_000, 100_000, 300_000)
-RATES = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+RATES = (1.6e-3, 8e-4, 4e-4, 2e-4, 1e-4, 5e-5, 2.5e-5)
 START = 2e-4
 BLOCK, BATCH = 256, 2
 """Tokens of a training sequence, and sequences of a step."""
@@ -308,14 +308,6 @@ def validation_loss(run: dict[str, Any]) -> float:
     return sum(found["nats"]) / sum(found["tokens"])
 
 
-def next_rate(losses: dict[float, float]) -> float | None:
-    """The learning rate that the search tries next; None once the best is inside."""
-    if not losses:
-        return START
-    best = RATES.index(best_rate(losses))
-    return next((rate for rate in reversed(RATES[max(best - 1, 0) : best + 2]) if rate not in losses), None)
-
-
 def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[str, Any]]) -> Iterator[tuple]:
     """Tokens, learning rate and seed of the runs that a variant lacks and that can start now."""
     source = RATE_OF.get(name, name)
@@ -324,7 +316,7 @@ def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[st
         for run in found
         if (run["variant"], run["tokens"], run["seed"]) == (source, TOKENS[0], 0)
     }
-    rate = next_rate(losses)
+    rate = next_rate(losses, RATES, (START,))
     if rate is None:
         done = {(run["tokens"], run["learning_rate"], run["seed"]) for run in found if run["variant"] == name}
         wanted = [(tokens, best_rate(losses), seed) for tokens in budgets for seed in seeds]

@@ -1,6 +1,7 @@
 """The comparison of methods: how its learning rates are searched for, and its page, from made-up runs."""
 
 import json
+import math
 import shutil
 import types
 
@@ -13,7 +14,7 @@ import style
 import torch
 import zoo
 from arguments import UsageError
-from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, read_runs, training_gaps
+from methods_runs import EMBEDDING_RATE, RATE_OF, best_rate, best_runs, next_rate, read_runs, training_gaps
 
 from hf_sparse24 import Sparse24Config, patch_model
 from hf_sparse24.methods import StepAdamW, step_param_groups
@@ -60,14 +61,15 @@ def valley(*rates, best):
 
 
 @pytest.mark.parametrize("best", range(len(GRID)))
-def test_a_search_ends_beside_worse_rates(best):
+def test_a_search_ends_between_worse_rates(best):
     """It tries the rates to start with, goes on to where the loss falls, and stops inside or at the grid's ends."""
     losses: dict[float, float] = {}
-    while (rate := methods.next_rate(losses)) is not None:
+    while (rate := next_rate(losses, GRID, GRID[2:5])) is not None:
         assert rate not in losses
         losses |= valley(rate, best=best)
     assert best_rate(losses) == GRID[best]
     assert set(losses) == {*methods.START, *GRID[max(best - 1, 0) : best + 2]}
+    assert best_rate(losses | {GRID[best]: math.nan}) != GRID[best], "a run that diverged is the worst"
 
 
 def searched(variant, best=3):

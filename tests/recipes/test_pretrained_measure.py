@@ -27,22 +27,6 @@ def a_run(variant: str, tokens: int, rate: float, loss: float, seed: int = 0) ->
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ({}, 2e-4),
-        ({2e-4: 3.0}, 4e-4),
-        ({2e-4: 3.0, 4e-4: 2.9}, 8e-4),
-        ({2e-4: 3.0, 4e-4: 2.9, 8e-4: 3.1}, None),
-        ({2e-4: 3.0, 4e-4: 3.1}, 1e-4),
-        ({2e-4: 3.0, 4e-4: float("nan"), 1e-4: 3.2}, None),
-        (dict.fromkeys(measure.RATES, 3.0) | {measure.RATES[-1]: 2.0}, None),
-    ],
-)
-def test_the_search_ends_when_the_best_rate_has_worse_neighbours(losses, expected):
-    assert measure.next_rate(losses) == expected
-
-
 def test_what_is_missing_waits_for_the_search_and_takes_its_rate():
     search = [a_run("fixed-mask, teacher", 30_000, rate, loss) for rate, loss in ((2e-4, 3), (4e-4, 2.9))]
     assert list(measure.missing("fixed-mask, teacher", [100_000], [0], search)) == [(30_000, 8e-4, 0)]
