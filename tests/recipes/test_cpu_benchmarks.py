@@ -7,13 +7,14 @@ import cpu_page
 import pytest
 import sparse24_kernels as kernels
 import torch
+from recipe_runs import InThisProcess
 from sparse24_kernels.cpu.library import load
 from torch.nn.functional import linear
 
 from hf_sparse24.methods import METHODS
 from recipes.benchmarks import builds, cpu, cpu_layers, cpu_training
 from recipes.benchmarks.timing import Cycle, middle, over, spread, take_turns, turns
-from recipes.benchmarks.variants import Variant, peak_memory
+from recipes.benchmarks.variants import Variant
 
 
 def run(folder, section, *arguments):
@@ -23,23 +24,9 @@ def run(folder, section, *arguments):
     return result["sections"][section]["rows"], result
 
 
-class InThisProcess:
-    """What a variant's process does, without the seconds that starting one takes."""
-
-    def __init__(self, module, limits):
-        self.respond, facts = cpu_training.load()
-        self.loaded = facts
-
-    def ask(self, **request):
-        return self.respond(**request) | {"peak GB": peak_memory()}
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(cpu_training, "Variant", InThisProcess)
+    monkeypatch.setattr(cpu_training, "Variant", lambda *_, limits: InThisProcess(cpu_training.load()))
     monkeypatch.setattr(cpu_training.Pruning, "threads", (1,))
 
 

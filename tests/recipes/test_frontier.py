@@ -5,29 +5,19 @@ import json
 import frontier_page
 import pytest
 from paths import ROOT
+from recipe_runs import InThisProcess
 
 from recipes.benchmarks import engines, frontier
-from recipes.benchmarks.variants import peak_memory
 
 COMMITTED = ROOT / "recipes/results/frontier"
 
 
-class InThisProcess:
-    """What a variant's process does, without the seconds that starting one takes."""
-
-    def __init__(self, module, engine, path, python=None):
-        self.respond, self.loaded = engines.ENGINES[engine](path)
-
-    def ask(self, **request):
-        return self.respond(**request) | {"peak GB": peak_memory()}
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(frontier, "Variant", InThisProcess)
+    def in_this_process(module, engine, path, python=None):
+        return InThisProcess(engines.ENGINES[engine](path))
+
+    monkeypatch.setattr(frontier, "Variant", in_this_process)
     monkeypatch.setattr("torch.compile", lambda function, **options: function)
     folders = ["--folder", str(tmp_path / "models"), "--output", str(tmp_path)]
     return lambda *arguments: frontier.main(["--quick", *folders, *arguments])

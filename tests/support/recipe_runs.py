@@ -5,6 +5,8 @@ from pathlib import Path
 
 from paths import RECIPES
 
+from recipes.benchmarks.variants import peak_memory
+
 TEXTS = [f"def function_{i}(a, b):\n    return a * {i} + b\n" * 6 for i in range(30)]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -62,3 +64,16 @@ def toy_flags(name: str, data: Path, output: Path, **settings) -> list[str]:
 
 def results(directory: Path) -> dict:
     return json.loads((directory / "all_results.json").read_text())
+
+
+class InThisProcess:
+    """What a benchmark's `Variant` does in a process, without the seconds that starting one takes."""
+
+    def __init__(self, loaded: tuple):
+        self.respond, self.loaded = loaded
+
+    def ask(self, **request) -> dict:
+        return self.respond(**request) | {"peak GB": peak_memory()}
+
+    def close(self) -> None:
+        pass
