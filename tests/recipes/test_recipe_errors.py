@@ -13,13 +13,6 @@ from running import run, sparse_or_dense_trainer
 from transformers import TrainingArguments
 
 
-def message(main, capsys) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        run(main)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -32,9 +25,16 @@ def message(main, capsys) -> str:
 def test_wrong_flags(flags, expected, capsys, monkeypatch):
     given = ["--model_name_or_path", "gpt2", "--dataset", "a.txt"] if flags[1:] and "gpt2" not in flags else []
     monkeypatch.setattr(sys, "argv", ["recipes/train.py", *given, *flags])
-    error = message(lambda: parse_arguments(train.ARGUMENTS), capsys)
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda: parse_arguments(train.ARGUMENTS))
+    error = capsys.readouterr().err
     last = error.splitlines()[-1]
-    assert last.startswith("train.py: error: ") and expected in last and "Traceback" not in error
+    assert (
+        stopped.value.code == 2
+        and last.startswith("train.py: error: ")
+        and expected in last
+        and "Traceback" not in error
+    )
 
 
 @pytest.mark.parametrize("method", [{"method": "step"}, {"method": "ste", "sparse24": {"dense_start": 1}}])

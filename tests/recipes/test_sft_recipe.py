@@ -83,3 +83,5 @@ def test_sft_with_lora(tmp_path, models, chats, capsys):
 def test_sft_control_run(tmp_path, models, chats):
     control = sft.main(chat_flags(tmp_path, models / "dense", chats, method="dense"))
     assert not sparse_weights(control.model) and "flip_rate" not in control.state.log_history[0]
+    with pytest.raises(ValueError, match=r"method='dense': .* is a 2:4 model"):
+        sft.main(chat_flags(tmp_path, models / "sparse", chats, method="dense"))
