@@ -112,8 +112,8 @@ def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], i
 
 
 def group_name(name: str) -> str:
-    """Return a layer's name with `*` for its numbers: `model.layers.*.mlp.up_proj`."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+    """Return a layer's name with `*` for its numbers, also of an expert: `model.layers.*.mlp.experts.up_proj[*]`."""
+    return re.sub(r"(^|\.|\[)\d+(?=\.|\]|$)", r"\1*", name)
 
 
 def _weights(candidates: list[Candidate]) -> int:

@@ -1,6 +1,7 @@
 """Calibration: statistics of what each layer of a model gets as input, one Block of the model after the other."""
 
 import inspect
+import itertools
 from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from ..progress import Progress, get_logger
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
+from .prune_layer import Options
 from .replay import Call, Computed, Course, Effect, ModelInputs, Replay, tensors
 from .report import LayerReport
-from .statistics import Gram, InputHooks, InputNorms, Statistics, counted, padding_masks
+from .statistics import InputHooks, Statistics, counted, matrix, padding_masks
 
 logger = get_logger(__name__)
+
+FEW = 8  # tokens: by fewer of an expert's, masks were no better than by magnitude
 
 
 class BlockExample(NamedTuple):
@@ -41,15 +45,15 @@ class BlockExample(NamedTuple):
 class Block:
     """A block of the model by its name in `Replay.blocks`, with its weights to prune by theirs.
 
-    Calibration gives `statistics` of each weight's inputs, and `examples` to reconstruct the block. Pruning adds the
-    `masks` of weights that no earlier block has, in the layout of the stored weights, a report of each in `layers`, and
-    the `errors` before and after reconstruction.
+    Calibration gives `statistics` of the inputs of each weight's matrices, and `examples` to reconstruct the block.
+    Pruning adds the `masks` of weights that no earlier block has, in the layout of the stored weights, a report of each
+    matrix in `layers`, and the `errors` before and after reconstruction.
     """
 
     name: str
     module: nn.Module
     weights: dict[str, SparseWeight] = field(default_factory=dict)
-    statistics: dict[str, Statistics] = field(default_factory=dict)
+    statistics: dict[str, list[Statistics]] = field(default_factory=dict)
     examples: list[BlockExample] = field(default_factory=list)
     masks: dict[str, Tensor] = field(default_factory=dict)
     layers: list[LayerReport] = field(default_factory=list)
@@ -104,15 +108,15 @@ def calibrate(
     model: nn.Module,
     weights: dict[str, SparseWeight],
     batches: list[ModelInputs],
-    kind: type[Gram] | type[InputNorms],
-    with_examples: bool = False,
+    options: Options,
     finished: Container[str] = (),
 ) -> Generator[Block, None, None]:
     """Yield the blocks that have `weights`, in the order that they run, under `torch.no_grad` and in eval mode.
 
     The caller may change a block's weights until it asks for the next block, whose inputs then come from the changed
-    one. Batches with the same names must run the same blocks in the same order. For examples, every block computes a
-    third time for each batch. `finished` blocks come without statistics and examples: the caller restores them.
+    one. Batches with the same names must run the same blocks in the same order. For the examples of block
+    reconstruction, every block computes a third time for each batch. `finished` blocks come without statistics and
+    examples: the caller restores them.
     """
     blocks: dict[str, Block] = {}
     for name, weight in weights.items():
@@ -130,11 +134,12 @@ def calibrate(
         longest_first = sorted(courses.values(), key=lambda course: -len(course.calls))  # texts alone skip images
         order = dict.fromkeys(name for course in longest_first for name in course.ends if name in blocks)
         _check_reached([name for block in blocks.values() if block.name not in order for name in block.weights])
-        hooks = InputHooks(replay, weights, stack)
+        hooks = InputHooks(replay, weights, stack, options.calibrate_all_experts)
         for block in map(blocks.pop, order):
             is_new = block.name not in finished
             if is_new:
-                block.statistics |= {name: kind(weight, len(batches)) for name, weight in block.weights.items()}
+                for name, weight in block.weights.items():
+                    block.statistics[name] = [options.statistics(matrix(view), len(batches)) for view in weight.views()]
             for inputs, pruned, dense in zip(batches, pruned_effects, dense_effects):
                 progress.update()
                 course = courses[frozenset(inputs)]
@@ -144,17 +149,24 @@ def calibrate(
                 if is_new:
                     with hooks.measuring(block.statistics, padding_masks(inputs)):
                         calls = replay.run(inputs, course, pruned, course.ends[block.name])
-                if with_examples:
+                if options.reconstruct == "block":
                     targets = replay.run(inputs, course, dense, course.ends[block.name])
                     if is_new:
                         block.examples += _examples(replay, block.name, calls, targets, inputs)
-            for name, statistics in block.statistics.items():
+            views = [view for name in block.statistics for view in block.weights[name].views()]
+            found = [(view.name, each) for view, each in zip(views, itertools.chain(*block.statistics.values()))]
+            for name, statistics in found:
                 if not statistics.squares.isfinite().all():
-                    raise ValueError(f"NaN or inf in the inputs of {layer_name(name)}: check the data and the dtype")
-                statistics.finish()
-            _check_reached([name for name, statistics in block.statistics.items() if statistics.tokens == 0])
+                    raise ValueError(f"NaN or inf in the inputs of {name}: check the data and the dtype")
+                statistics.finish(is_starved(name, statistics.tokens))
+            _check_reached([name for name, each in found if each.tokens == 0 and not is_starved(name, 0)])
             yield block
             hooks.unpruned -= block.weights.keys()
+
+
+def is_starved(name: str, tokens: int) -> bool:
+    """Return whether a matrix is an expert's, by its `WeightView.name`, that saw too few tokens to prune it by them."""
+    return tokens < FEW and ("expert" in name or name.endswith("]"))
 
 
 def _examples(

@@ -25,7 +25,7 @@ from ..weights.sharding import check_whole
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import layer_name
 from .blockwise import reconstruct_block
-from .calibration import Block, calibrate, check_batch, uncached
+from .calibration import FEW, Block, calibrate, check_batch, is_starved, uncached
 from .finished_blocks import FinishedBlocks
 from .prune_layer import Options, prune_layer, round_layer
 from .report import BlockReport, LayerReport, OneshotReport
@@ -48,6 +48,7 @@ def oneshot(
     learning_rate: float = 0.01,
     damping: float = 0.01,
     values: str = "float",
+    calibrate_all_experts: bool = False,
     resume_dir: str | PathLike | None = None,
 ) -> OneshotReport:
     """Prune a pretrained model to N:M with calibration data, in place.
@@ -77,6 +78,9 @@ def oneshot(
         values: `"int8"` rounds the weights to int8 values and scales, chosen for the layer's output; `export_model`
             with `values="int8"` stores exactly these, in the same dtype and before more training. Layers without a
             packed form (see `pack_model`) are not rounded; a warning names them.
+        calibrate_all_experts: whether the inputs of each expert in a stack are those of all tokens, not only of those
+            that the router gives it. The model's outputs stay as they are. A warning counts experts that got fewer than
+            8 tokens; magnitude chooses their masks, and of stacks whose module routes by itself (Llama 4, JetMoe).
         resume_dir: a directory that gets a file for each finished block. The same call continues behind them after an
             interruption. Delete it afterwards: it holds the model's weights once more.
 
@@ -85,9 +89,9 @@ def oneshot(
 
     Raises:
         ValueError: an argument out of its range; what `patch_model` raises; a model that is patched already, sharded or
-            on the meta device, or that does not run its blocks one by one; stacked experts among its targets; no
-            batches, or others; a targeted layer that no token reaches, or that gets NaN or inf; a `resume_dir` with
-            blocks of another call, or damaged ones.
+            on the meta device, or that does not run its blocks one by one; no batches, or others; a targeted layer that
+            no token reaches, but for experts, or that gets NaN or inf; a `resume_dir` with blocks of another call, or
+            damaged ones.
         BlockingIOError: another process uses the `resume_dir`.
 
     Examples:
@@ -101,7 +105,8 @@ def oneshot(
         one-shot 2:4 by sparsegpt masks, weights reconstructed by block; ...
     """
     config = config or Sparse24Config(method=ONESHOT_METHOD)
-    options = Options(criterion, reconstruct, PASSES if passes is None else passes, learning_rate, damping, values)
+    settings = (PASSES if passes is None else passes, learning_rate, damping, values, bool(calibrate_all_experts))
+    options = Options(criterion, reconstruct, *settings)
     _check_config(config)
     if patched_config(model) is not None:
         raise ValueError("the model is already patched; call unpatch_model(model) first")
@@ -118,6 +123,8 @@ def oneshot(
     weights = sparse_weights(model)
     with _all_or_nothing(model) as originals:
         _check_weights(weights)
+        if calibrate_all_experts and not any(weight.is_stack for weight in weights.values()):
+            raise ValueError("calibrate_all_experts=True: no stack of experts is among the targets; leave it out")
         if values == "int8":
             check_packed_forms(weights, "values='int8'", "are not rounded")
         set_phase(model, "dense")  # a layer computes with its weight as it is: dense, until pruned in its turn
@@ -125,16 +132,20 @@ def oneshot(
         number = len({weight.parameter for weight in weights.values()})
         progress = Progress(f"pruning by {criterion}", number, "layer", logger.info)
         pruning = _Pruning(options, finished, progress, originals)
-        calibrated = calibrate(model, weights, batches, options.statistics, reconstruct == "block", finished)
+        calibrated = calibrate(model, weights, batches, options, finished)
         with closing(finished), progress, uncached(weights), closing(calibrated):
             for block in calibrated:
                 pruning.add(block)
         set_phase(model, "sparse")
-    layers = pruning.layers
-    counts = {"batches": len(batches), "tokens": max(layer.tokens for layer in layers.values())}
+    inputs = {view.name: weight.sizes[1] for weight in weights.values() for view in weight.views()}
+    reports = {name: pruning.layers[name] for name in inputs}
+    counts = {"batches": len(batches), "tokens": max(report.tokens for report in reports.values())}
     next(iter(weights.values())).run.record(pruning=asdict(options) | counts)
-    reports = {name: layers[layer_name(name)] for name in weights if layer_name(name) in layers}
-    few = [report.name for name, report in reports.items() if report.tokens < weights[name].sizes[1]]
+    starved = [name for name, report in reports.items() if is_starved(name, report.tokens)]
+    if starved:
+        what = f"magnitude chose {len(starved)} masks of experts, such as that of {starved[0]}"
+        logger.warning(f"{what}: fewer than {FEW} calibration tokens were seen there; use more data")
+    few = [name for name, report in reports.items() if report.tokens < inputs[name] and name not in starved]
     if few:
         logger.warning(f"fewer calibration tokens than inputs in {len(few)} layers, such as {few[0]}: use more data")
     return OneshotReport(criterion, reconstruct, tuple(reports.values()), patch, values, tuple(pruning.blocks))
@@ -153,11 +164,7 @@ def _check_config(config: Sparse24Config) -> None:
 
 
 def _check_weights(weights: dict[str, SparseWeight]) -> None:
-    """Raise ValueError unless the weights are there and whole, and none is a stack of experts."""
-    stacks = [name for name, weight in weights.items() if weight.is_stack]
-    if stacks:
-        names = sorted({".".join(name.split(".")[-2:]) for name in stacks})
-        raise ValueError(f"{stacks[0]} is a stack of experts, which oneshot cannot prune: exclude_modules={names}")
+    """Raise ValueError unless the weights are there and whole."""
     for name, weight in weights.items():
         check_whole(name, weight.master)
         if weight.parameter.is_meta:
@@ -205,8 +212,10 @@ class _Pruning:
         if block.errors is not None:
             self.blocks.append(BlockReport(block.name, *block.errors))
         for weight in block.weights.values():
-            (view,) = weight.views()
-            weight.set_state(weight.method.adopt_mask(view, self.masks[weight.parameter]))
+            masks = self.masks[weight.parameter]
+            views = zip(weight.views(), masks if weight.is_stack else [masks])
+            states = [weight.method.adopt_mask(view, mask) for view, mask in views]
+            weight.set_state({key: weight.storage.stacked([state[key] for state in states]) for key in states[0]})
 
     def _prune(self, block: Block, before: Container[Tensor]) -> None:
         """Prune the weights of a block that no block before has. Parameters of blocks `before` stay as they are."""
@@ -215,13 +224,16 @@ class _Pruning:
             if weight.parameter in self.masks or weight.parameter in masks:  # layers share it
                 continue
             with torch.autocast(weight.parameter.device.type, enabled=False):  # for its solvers
-                report, mask = prune_layer(name, weight, block.statistics[name], options)
-            block.masks[name] = masks[weight.parameter] = mask
-            block.layers.append(report)
-            self.progress.update(note=f"error {report.error:.1%}")
+                matrices = zip(weight.views(), block.statistics[name])
+                pruned = [prune_layer(view, weight, inputs, options) for view, inputs in matrices]
+            block.masks[name] = masks[weight.parameter] = weight.storage.stacked([mask for _, mask in pruned])
+            block.layers += [report for report, _ in pruned]
+            self.progress.update(note=f"error {max(report.error for report, _ in pruned):.1%}")
         if options.reconstruct == "block":
             block.errors = reconstruct_block(block, masks, before, options, self.progress)
             self.progress.update(0, f"error of the block {block.errors[1]:.1%}")
             if options.values == "int8":
                 for name in block.masks:
-                    round_layer(block.weights[name], block.statistics[name], options.damping)
+                    weight = block.weights[name]
+                    for view, inputs in zip(weight.views(), block.statistics[name]):
+                        round_layer(view, weight, inputs, options.damping)

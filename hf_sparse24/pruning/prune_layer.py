@@ -13,7 +13,7 @@ from ..packed_format import check_values
 from ..progress import get_logger
 from ..weights.packed_weight import not_packable
 from ..weights.sparse_weight import SparseWeight
-from ..weights.storage import layer_name
+from ..weights.storage import WeightView
 from . import layerwise
 from .report import LayerReport
 from .statistics import Gram, InputNorms, Statistics, matrix
@@ -54,6 +54,7 @@ class Options:
     learning_rate: float
     damping: float
     values: str
+    calibrate_all_experts: bool = False
 
     def __post_init__(self):
         check_values(self.values)
@@ -74,16 +75,18 @@ class Options:
         return Gram if needs_gram else InputNorms
 
 
-def prune_layer(name: str, target: SparseWeight, inputs: Statistics, options: Options) -> tuple[LayerReport, Tensor]:
-    """Write a layer's new weight and bias, and return its report and its mask in the layout of the stored weight."""
-    weight, bias = matrix(target), getattr(target.module, "bias", None)
+def prune_layer(
+    view: WeightView, target: SparseWeight, inputs: Statistics, options: Options
+) -> tuple[LayerReport, Tensor]:
+    """Write a layer's or an expert's new weight and bias, and return its report and its mask in the stored layout."""
+    weight, bias = matrix(view), None if target.is_stack else getattr(target.module, "bias", None)
     dense = weight.to(inputs.squares.dtype, copy=True)
     before = _with_bias(dense, bias)
     prune, solver = CRITERIA[options.criterion], getattr(target.method, "both_ways", None)
     values, mask, damping = prune(dense, inputs, target.pattern, options.damping, solver)
     if damping != options.damping:
         what = f"Gram matrix not positive definite with damping={options.damping}"
-        logger.warning(f"{layer_name(name)}: {what}; used {damping:g}")
+        logger.warning(f"{view.name}: {what}; used {damping:g}")
     after = _with_bias(values, bias)
     if options.reconstruct == "layer":
         assert isinstance(inputs, Gram)
@@ -94,14 +97,14 @@ def prune_layer(name: str, target: SparseWeight, inputs: Statistics, options: Op
         after = layerwise.least_squares(before, free, inputs.matrix, penalty, after)
     weight.copy_(apply_mask(after[:, :-1], mask))
     if options.values == "int8" and options.reconstruct != "block":
-        round_layer(target, inputs, damping)
+        round_layer(view, target, inputs, damping)
     if bias is not None:
         bias.copy_(after[:, -1])
     lost = dense * ~mask
     stored = _with_bias(weight.to(dense), bias)  # rounded to the layer's dtype
     scale = inputs.output_norm(_with_bias(dense)) or 1.0  # outputs that are all zero stay so
     report = LayerReport(
-        name=layer_name(name),
+        name=view.name,
         tokens=inputs.tokens,
         masked_error=inputs.output_norm(_with_bias(lost)) / scale,
         error=inputs.output_norm(before - stored) / scale,
@@ -113,11 +116,11 @@ def prune_layer(name: str, target: SparseWeight, inputs: Statistics, options: Op
     return report, mask if target.input_dim == -1 else mask.t().contiguous()
 
 
-def round_layer(target: SparseWeight, inputs: Statistics, damping: float) -> None:
+def round_layer(view: WeightView, target: SparseWeight, inputs: Statistics, damping: float) -> None:
     """Round a pruned weight to int8 values, if it can be packed."""
     assert isinstance(inputs, Gram)
     if not not_packable(target):
-        weight, gram = matrix(target), inputs.matrix[:-1, :-1]
+        weight, gram = matrix(view), inputs.matrix[:-1, :-1]
         with torch.autocast(weight.device.type, enabled=False):
             wide = weight.to(gram.dtype, copy=True)
             weight.copy_(layerwise.round_to_int8(wide, gram, target.pattern, damping, weight.dtype))

@@ -38,6 +38,7 @@ X = torch.ones(3, 16)
         (None, batches(1), {"learning_rate": "0.1"}, "learning_rate='0.1': must be"),
         (None, batches(1), {"values": "int4"}, r"values='int4': must be one of \['float', 'int8'\]"),
         (None, batches(1), {"damping": float("nan")}, "damping=nan: must be"),
+        (None, batches(1), {"calibrate_all_experts": True}, "calibrate_all_experts=True: no stack of experts"),
         (None, batches(1), {"config": "fixed-mask"}, "config='fixed-mask': must be"),
         (None, batches(1), {"config": Sparse24Config()}, "method='s-ste'"),
         (None, batches(1), {"config": fixed_mask(dense_start=5)}, "dense_start=5"),
