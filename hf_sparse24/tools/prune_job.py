@@ -23,7 +23,6 @@ from ..packed_format import check_values
 from ..patching.packing import check_packable
 from ..patching.report import shown_count
 from ..patching.surgery import patch_model
-from ..weights.sparse_weight import sparse_weights
 from .models import check_destination, local_files, read_model
 
 # Defaults. Tokens of a sequence, to prune by, and to train on by the device; and sequences of a step.
@@ -77,9 +76,6 @@ class PruneJob:
         self.config = Sparse24Config(method=ONESHOT_METHOD, pattern=options.pattern, target_modules="all-linear")
         patched = patch_model(empty, self.config)
         self.skipped = [f"{row.group}: {row.skipped}" for row in patched.rows if row.skipped]
-        for layer, weight in sparse_weights(empty).items():
-            if weight.is_stack:
-                raise ValueError(f"{layer} is a stack of experts: prune the other layers in Python, by oneshot")
         if options.format == "packed":
             check_packable(empty)
         read_card(output / CARD, str(output / CARD))
