@@ -112,6 +112,8 @@ def make_parser() -> argparse.ArgumentParser:
     text = "of the order of documents, of what the model writes, and of the training (default 0)"
     prune.add_argument("--seed", type=whole_number, default=0, metavar="N", help=text)
     prune.add_argument("--overwrite", action="store_true", help="replace an export in OUT")
+    text = "run Python code that lies with MODEL: read it first"
+    prune.add_argument("--trust-remote-code", action="store_true", help=text)
 
     text = "versions, devices, what runs where and why, checks of the kernels; with MODEL, its predicted gain"
     doctor = command("doctor", "gemm_commands:doctor", text)

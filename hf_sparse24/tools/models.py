@@ -16,12 +16,14 @@ from ..tables import shown
 
 WEIGHTS = ("*.safetensors", "*.json")
 OF_A_TOKENIZER = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
+# The kinds of models whose code lies with a checkpoint, by the class that loads them.
+AUTOS = {"AutoModelForCausalLM": "causal", "AutoModelForMaskedLM": "masked", "AutoModel": "encoder"}
 _TYPES = {"model_type": str, "architectures": list, "quantization_config": dict, "transformers_weights": str}
 
 
-def read_model(checkpoint: str | os.PathLike) -> tuple[PreTrainedModel, dict[str, Any]]:
+def read_model(checkpoint: str | os.PathLike, trust: bool = False) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a checkpoint on the meta device, and the `quantization_config` of its config.json, which it has not.
-    OSError: there is no config. ValueError: it is damaged."""
+    With `trust`, of the code that lies with it. OSError: there is no config. ValueError: it is damaged."""
     check_name(checkpoint)
     if os.path.isdir(checkpoint) and not os.path.exists(os.path.join(checkpoint, "config.json")):
         raise OSError(f"{checkpoint} has no config.json: it is not the directory of a model")
@@ -30,15 +32,20 @@ def read_model(checkpoint: str | os.PathLike) -> tuple[PreTrainedModel, dict[str
         for name, kind in _TYPES.items():
             if not isinstance(values.get(name), kind | None):
                 raise ValueError(f"{name}={shown(values[name])}: must be a {kind.__name__}")
-        config = AutoConfig.from_pretrained(checkpoint)
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
         own = config.__dict__.pop("quantization_config", None) or {}
         if own.get("quant_method") == SavedConfig.quant_method:
             SavedConfig.from_dict(own)
+        autos = [auto for auto in AUTOS if trust and auto in (getattr(config, "auto_map", None) or ())]
         with torch.device("meta"):
+            if autos:
+                return getattr(transformers, autos[0]).from_config(config, trust_remote_code=True), own
             return model_class(config)._from_config(config), own
     except (OSError, ImportError):  # of the Hub, or of a package that is missing
         raise
     except Exception as error:  # Transformers raises anything where a value is wrong
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{checkpoint} has its own code: prune runs it with --trust-remote-code") from error
         text = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         raise ValueError(f"{checkpoint}: its config.json is damaged, or of another version: {text}") from error
 

@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.export import export_model
 from ..files import locked_directory, read_json, written_whole
-from ..hub.card import CARD, read_card, write_model_card
+from ..hub.card import CARD, loading, read_card, write_model_card
 from ..progress import Progress, get_logger, is_watched
 from ..pruning.calibration import evaluating
 from ..pruning.oneshot import oneshot
@@ -84,7 +84,8 @@ def _run(job: PruneJob, dense: PreTrainedModel) -> int:
         if hasattr(dense.config, "use_cache"):  # which a Trainer turns off
             model.config.use_cache = dense.config.use_cache
     export_model(model.to(job.dtype), options.output, options.format, values=options.values)
-    AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)  # job's cuts texts off by now
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **job.trust)  # job's cuts texts off by now
+    tokenizer.save_pretrained(options.output)
     last = "trained" if job.steps else "pruned"
     metrics[last] = measure(job, last, _load(job, options.output, "auto"), dense)
     _write_card(job, model, metrics)
@@ -95,8 +96,7 @@ def _run(job: PruneJob, dense: PreTrainedModel) -> int:
         print("The dense model was not trained on this text: the difference is not what sparsity costs.\n")
         if metrics["trained"]["loss"] > metrics["pruned"]["loss"]:
             print("The export is worse than the model before training: give more text, or --tokens 0.\n")
-    print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {job.cls.__name__}")
-    print(f"model = {job.cls.__name__}.from_pretrained({options.output!r})", flush=True)
+    print("import hf_sparse24\n" * (options.format == "packed") + "\n".join(loading(job.cls, options.output)))
     if options.format == "dense":
         print(f"# to train it further and keep its zeros, with adapters too: see {options.output}/{CARD}", flush=True)
     if status == 0:
@@ -112,13 +112,13 @@ def _remove(folder: Path) -> None:
 
 
 def _load(job: PruneJob, source: str | Path, dtype: torch.dtype | str) -> Any:
-    return job.cls.from_pretrained(source, dtype=dtype).to(job.device)
+    return job.cls.from_pretrained(source, dtype=dtype, **job.trust).to(job.device)
 
 
 def _claim(job: PruneJob) -> None:
     """Say in the folder of what is finished whose it is. ValueError: it is of another run."""
     settings = {"model": _hash_of_files(job), "text": job.text, "device": job.device}
-    settings |= {name: getattr(job.options, name) for name in ("pattern", "seed")} | job.tokens
+    settings |= {name: getattr(job.options, name) for name in ("pattern", "seed", "trust_remote_code")} | job.tokens
     file = job.work / "run.json"
     if file.exists():
         theirs = read_json(file)
@@ -136,7 +136,7 @@ def _hash_of_files(job: PruneJob) -> str:
     """A hash of all bytes of the model's weights, configs and tokenizer; of a model on the Hub, its commit."""
     if not os.path.isdir(job.options.model):
         return job.source.name  # a snapshot's folder has the name of the commit
-    paths = {path for pattern in (*WEIGHTS, "*.bin", *OF_A_TOKENIZER) for path in job.source.glob(pattern)}
+    paths = {path for pattern in (*WEIGHTS, "*.bin", "*.py", *OF_A_TOKENIZER) for path in job.source.glob(pattern)}
     found = hashlib.sha256()
     for path in sorted(paths):
         with path.open("rb") as file:

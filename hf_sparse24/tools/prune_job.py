@@ -23,7 +23,7 @@ from ..packed_format import check_values
 from ..patching.packing import check_packable
 from ..patching.report import shown_count
 from ..patching.surgery import patch_model
-from .models import check_destination, local_files, read_model
+from .models import AUTOS, check_destination, local_files, read_model
 
 # Defaults. Tokens of a sequence, to prune by, and to train on by the device; and sequences of a step.
 BLOCK, CALIBRATION, TRAINING, BATCH_SIZE = 256, 24_576, {"cpu": 300_000, "cuda": 3_000_000}, {"cpu": 2, "cuda": 8}
@@ -41,6 +41,7 @@ class PruneJob:
         kind: `"causal"`, `"masked"`, or `"encoder"` for a model that predicts no tokens.
         dtype: of the weights as they are stored.
         source: the folder of the model's files.
+        trust: the argument of each `from_pretrained` that says whether code which lies with the model is run.
         text: a hash of it.
         calibration, training, held_out: blocks of it, `[blocks, tokens]`.
         own, steps: blocks that the dense model writes, and steps of training.
@@ -57,8 +58,9 @@ class PruneJob:
         self.work = output.absolute().with_name(f"{output.absolute().name}-work")
         if (output / MANIFEST).exists() and not (self.work.exists() or options.overwrite):
             raise ValueError(f"{output} holds a finished export: name another output, or give --overwrite")
-        self.source = local_files(name, ["config.json", MANIFEST])
-        empty, own = read_model(self.source)
+        self.trust = {"trust_remote_code": options.trust_remote_code}
+        self.source = local_files(name, ["config.json", MANIFEST, *["*.py"] * options.trust_remote_code])
+        empty, own = read_model(self.source, options.trust_remote_code)
         if own or (self.source / MANIFEST).exists():
             raise ValueError(f"{name} is sparse or quantized already: give a dense model")
         if torch.cuda.device_count() > 1:  # Trainer would take them all
@@ -69,10 +71,12 @@ class PruneJob:
         if config.is_encoder_decoder or not is_whole:
             raise ValueError(f"{name} is a {cls}, which takes more than text: prune it in Python, by oneshot")
         self.kind = "causal" if cls in CAUSAL.values() else "masked" if cls in MASKED.values() else "encoder"
+        if self.cls._auto_class in AUTOS:  # its code lies with the model
+            self.kind = AUTOS[self.cls._auto_class]
         for option, fits in (("own_tokens", self.kind == "causal"), ("tokens", self.kind != "encoder")):
             if getattr(options, option) and not fits:
                 raise ValueError(f"--{option.replace('_', '-')} is not for {name}, a {cls}: leave it out")
-        self.tokenizer = _tokenizer(name, self.kind)
+        self.tokenizer = _tokenizer(name, self.kind, self.trust)
         self.config = Sparse24Config(method=ONESHOT_METHOD, pattern=options.pattern, target_modules="all-linear")
         patched = patch_model(empty, self.config)
         self.skipped = [f"{row.group}: {row.skipped}" for row in patched.rows if row.skipped]
@@ -141,9 +145,9 @@ class PruneJob:
         return "\n".join(lines)
 
 
-def _tokenizer(model: str, kind: str) -> PreTrainedTokenizerBase:
+def _tokenizer(model: str, kind: str, trust: dict[str, bool]) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, **trust)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model} has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
     has_words = tokenizer.is_fast and len(tokenizer) > len(tokenizer.all_special_tokens)  # not where no file is

@@ -145,6 +145,37 @@ def test_other_models(kind, models, text, tmp_path, capsys):
     assert torch.cosine_similarity(ours, theirs, -1).mean().item() == pytest.approx(float(rows["pruned"][0]), abs=0.05)
 
 
+OWN_CODE = """
+from transformers import {0}Config, {1}
+class OwnConfig({0}Config):
+    model_type = "own"
+class OwnModel({1}):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "parent", "auto"),
+    [("llama", ("Llama", "LlamaForCausalLM"), "ForCausalLM"), ("encoder", ("Bert", "BertModel"), "")],
+)
+def test_code_that_lies_with_a_model_runs_on_request(base, parent, auto, models, text, tmp_path, capsys):
+    model = shutil.copytree(models / base, tmp_path / "own")
+    write(model / "own_code.py", OWN_CODE.format(*parent))
+    own = {"auto_map": {"AutoConfig": "own_code.OwnConfig", f"AutoModel{auto}": "own_code.OwnModel"}}
+    own |= {"model_type": "own", "architectures": ["OwnModel"]}
+    write(model / "config.json", json.dumps(json.loads((model / "config.json").read_text()) | own))
+    own_tokens = None if base == "encoder" else 32
+    command = arguments(model, text, tmp_path / "out", tokens=own_tokens and 0, own_tokens=own_tokens)
+    assert main(command) == 2 and "--trust-remote-code" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(module, "measure", None)
+        main([*command, "--trust-remote-code"])
+    assert json.loads((tmp_path / "out-work/run.json").read_text())["trust_remote_code"]
+    assert main([*command, "--trust-remote-code"]) == 0
+    assert type(load_as_printed(capsys.readouterr().out)).__name__ == "OwnModel"
+    assert f"AutoModel{auto}.from_pretrained" in (tmp_path / "out/README.md").read_text()
+
+
 def test_defaults_fit_a_short_text(models, tmp_path, capsys, monkeypatch):
     """Half of it prunes, the rest trains a few times, and the model writes three times as much as prunes. The training
     of so little may be no gain, which is said."""
