@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import time
 from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..progress import Progress, get_logger
+from ..progress import Progress, count, get_logger, until
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from .prune_layer import Options
@@ -135,8 +136,9 @@ def calibrate(
         order = dict.fromkeys(name for course in longest_first for name in course.ends if name in blocks)
         _check_reached([name for block in blocks.values() if block.name not in order for name in block.weights])
         hooks = InputHooks(replay, weights, stack, options.calibrate_all_experts)
-        for block in map(blocks.pop, order):
-            is_new = block.name not in finished
+        first = next((number for number, name in enumerate(order) if name not in finished), None)
+        for number, block in enumerate(map(blocks.pop, [*order])):
+            is_new, start = block.name not in finished, time.monotonic()
             if is_new:
                 for name, weight in block.weights.items():
                     block.statistics[name] = [options.statistics(matrix(view), len(batches)) for view in weight.views()]
@@ -162,6 +164,9 @@ def calibrate(
             _check_reached([name for name, each in found if each.tokens == 0 and not is_starved(name, 0)])
             yield block
             hooks.unpruned -= block.weights.keys()
+            if number == first and blocks:
+                rest = until(len(blocks) * (time.monotonic() - start))
+                logger.info(f"pruning the other {count(len(blocks), 'block')} takes about {rest}")
 
 
 def is_starved(name: str, tokens: int) -> bool:

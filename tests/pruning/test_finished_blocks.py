@@ -1,5 +1,6 @@
 """An interrupted one-shot pruning goes on behind its last finished block, and ends as without an interruption."""
 
+import copy
 import re
 
 import pytest
@@ -22,9 +23,18 @@ def prune(model, *, data=None, **options):
     return oneshot(model, data or batches(), fixed_mask(), **{"passes": 2, "criterion": "sparsegpt"} | options)
 
 
-@pytest.mark.parametrize("options", [{}, {"reconstruct": "layer"}, {"values": "int8"}], ids=str)
-def test_a_resumed_run_is_bit_equal_to_one_without_interruption(options, tmp_path, monkeypatch):
-    expected, resumed = zoo.build("llama"), zoo.build("llama")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"reconstruct": "layer"}),
+        ("llama", {"values": "int8"}),
+        ("qwen3_moe", {"calibrate_all_experts": True}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_bit_equal_to_one_without_interruption(name, options, tmp_path, monkeypatch):
+    expected, resumed = zoo.build(name), zoo.build(name)
     report = prune(expected, **options)
 
     save, saved = FinishedBlocks.save, []
@@ -38,7 +48,7 @@ def test_a_resumed_run_is_bit_equal_to_one_without_interruption(options, tmp_pat
     monkeypatch.setattr(FinishedBlocks, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prune(resumed, resume_dir=tmp_path, **options)
-    assert_same_state(resumed, zoo.build("llama"))
+    assert_same_state(resumed, zoo.build(name))
     assert [path.name for path in tmp_path.iterdir()] == ["block-0000.safetensors"]
     again = prune(resumed, resume_dir=tmp_path, **options)
     assert len(saved) == 2 + len(expected.model.layers) - 1  # the first block came from its file
@@ -121,3 +131,15 @@ def test_one_process_at_a_time_uses_a_directory(tmp_path):
         prune(zoo.build("llama"), resume_dir=tmp_path)
     for _ in range(2):
         prune(zoo.build("llama"), resume_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("finished", "others"), [(0, "2 blocks"), (1, "1 block"), (2, None)])
+def test_the_first_block_tells_once_when_the_others_end(finished, others, tmp_path, monkeypatch):
+    model, said = zoo.build("llama", num_hidden_layers=3), []
+    prune(copy.deepcopy(model), resume_dir=tmp_path)
+    for number in range(finished, 3):
+        (tmp_path / f"block-{number:04}.safetensors").unlink()
+    monkeypatch.setattr("hf_sparse24.pruning.calibration.logger.info", said.append)
+    prune(model, resume_dir=tmp_path)
+    told = [re.sub(r"[\d.]+ s, until 20\d\d-\d\d-\d\d \d\d:\d\d$", "", line) for line in said if "the other" in line]
+    assert told == [f"pruning the other {others} takes about "] * (others is not None)

@@ -5,12 +5,10 @@ import torch
 import zoo
 from oneshot_models import batches, fixed_mask
 from sparse24_kernels import nm_mask
-from sparse_models import assert_same_state
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, SwitchTransformersConfig
 
 from hf_sparse24 import oneshot, sparse_weights
 from hf_sparse24.pruning import layerwise
-from hf_sparse24.pruning.oneshot import _Pruning
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -72,14 +70,3 @@ def test_an_expert_without_tokens_is_pruned_by_magnitude(name, arguments, monkey
             before = dense[key] if view.number is None else dense[key][view.number]
             mask = nm_mask(before, 2, 4) if view.name in found else nm_mask(view.matrix, 2, 4)
             assert torch.equal(view.matrix * mask, view.matrix)
-
-
-def test_stacks_go_on_after_an_interrupt(monkeypatch, tmp_path):
-    arguments = {"config": fixed_mask(), "calibrate_all_experts": True}
-    undisturbed, model, prune = zoo.build("qwen3_moe"), zoo.build("qwen3_moe"), _Pruning._prune
-    oneshot(undisturbed, batches(1), **arguments)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # in the second block
-        patch.setattr(_Pruning, "_prune", lambda self, block, before: prune(self, block, before) or 1 / (not before))
-        oneshot(model, batches(1), **arguments, resume_dir=tmp_path)
-    oneshot(model, batches(1), **arguments, resume_dir=tmp_path)
-    assert_same_state(model, undisturbed.state_dict())
