@@ -51,8 +51,13 @@ def read_model(checkpoint: str | os.PathLike, trust: bool = False) -> tuple[PreT
 
 
 def check_name(checkpoint: str | os.PathLike) -> None:
-    """Raise OSError for a path that is no directory: the Hub would answer with its rules for names."""
+    """Raise OSError for a GGUF file, and a path that is no directory: the Hub would answer with its rules for names."""
     name = os.fspath(checkpoint)
+    files = [Path(name), *(Path(name).glob("*") if os.path.isdir(name) else ())]
+    gguf = [file for file in files if file.suffix.lower() == ".gguf" and file.is_file()]
+    if gguf and not os.path.exists(os.path.join(name, "config.json")):
+        way = "give the folder of the dense model that it was made of, with a config.json"
+        raise OSError(f"{gguf[0]} is a GGUF file, for llama.cpp: {way}")
     if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise OSError(f"{name} is no directory")
 

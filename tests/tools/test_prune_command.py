@@ -61,6 +61,7 @@ def models(tmp_path_factory) -> Path:
     stdlib_text.train_tokenizer(TEXTS, 300).save_pretrained(directory / "too small")
     for name in ("t5", "vit"):
         AutoConfig.for_model(name).save_pretrained(directory / name)
+    write(directory / "gguf" / "a.Q4.GGUF", b"GGUF")
     model = found["llama"]
     patch_model(model, Sparse24Config(method="ste"))
     model.save_pretrained(directory / "checkpoint")
@@ -402,6 +403,8 @@ def test_texts_that_cannot_be_read(name, content, said, models, tmp_path, capsys
         ("checkpoint", {}, "sparse or quantized already"),
         ("export", {}, "sparse or quantized already"),
         ("packed", {}, "sparse or quantized already"),
+        ("gguf", {}, "a.Q4.GGUF is a GGUF file, for llama.cpp: give the folder of the dense model"),
+        ("gguf/a.Q4.GGUF", {}, "a.Q4.GGUF is a GGUF file"),
         ("t5", {}, "oneshot"),
         ("vit", {}, "oneshot"),
         ("without tokenizer", {}, "no tokenizer"),
