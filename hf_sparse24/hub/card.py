@@ -196,33 +196,28 @@ def _summary(model: nn.Module, run: SparseRun, base: str | list[str] | None, for
     return f"{sparse} {zero / total:.1%} of all {_number(total)} parameters are zero."
 
 
-def loading(cls: Any, source: str) -> tuple[str, str]:
-    """The lines of code that import the class of a model, and load it."""
-    name, options = cls.__name__, ""
-    if not hasattr(transformers, name):
-        name, options = getattr(cls, "_auto_class", None) or "AutoModel", ", trust_remote_code=True"
-    quoted = json.dumps(source, ensure_ascii=False)  # as a Python string too: with quotes, backslashes, newlines
-    return f"from transformers import {name}", f"model = {name}.from_pretrained({quoted}{options})"
-
-
 def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, model_id: str) -> str:
-    load = "\n\n".join(loading(type(model), model_id))
+    name, options = type(model).__name__, ""
+    if not hasattr(transformers, name):
+        name, options = getattr(model, "_auto_class", None) or "AutoModel", ", trust_remote_code=True"
+    source = json.dumps(model_id, ensure_ascii=False)  # as a Python string too: with quotes, backslashes, newlines
+    load = [f"from transformers import {name}", "", f"model = {name}.from_pretrained({source}{options})"]
     export = 'For weights that load everywhere, `hf_sparse24.export_model(model, "directory")` writes an export.'
     stored = "int8 values, a scale for each row and 128 weights," if values == "int8" else "values,"
     text = ["Without hf_sparse24, in Transformers and in other engines: the weights are ordinary tensors."]
-    text += [_python(load)]
+    text += [_python(*load)]
     if format == "packed" or (format == "training" and run.facts.packed is not None):
         text = [
             f"The sparse weights are packed: their {stored} and a mask of one bit a weight. **Reading them takes "
             "hf_sparse24**:",
-            _python("import hf_sparse24  # tells Transformers how to read packed weights", load),
+            _python("import hf_sparse24  # tells Transformers how to read packed weights", *load),
             f"Transformers by itself cannot read them. {export}",
         ]
     elif format == "training":
         text = [
             "This is a training checkpoint: the dense master weights, and what the method keeps with them. **Import "
             "hf_sparse24 before you load it**:",
-            _python("import hf_sparse24  # without this line, another model computes", load),
+            _python("import hf_sparse24  # without this line, another model computes", *load),
             f"Otherwise Transformers warns of an unknown quantization type, and loads dense weights. {export}",
         ]
     return "\n\n".join(["## How to load it", *text])

@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.export import export_model
 from ..files import locked_directory, read_json, written_whole
-from ..hub.card import CARD, loading, read_card, write_model_card
+from ..hub.card import CARD, read_card, write_model_card
 from ..progress import Progress, get_logger, is_watched
 from ..pruning.calibration import evaluating
 from ..pruning.oneshot import oneshot
@@ -96,7 +96,10 @@ def _run(job: PruneJob, dense: PreTrainedModel) -> int:
         print("The dense model was not trained on this text: the difference is not what sparsity costs.\n")
         if metrics["trained"]["loss"] > metrics["pruned"]["loss"]:
             print("The export is worse than the model before training: give more text, or --tokens 0.\n")
-    print("import hf_sparse24\n" * (options.format == "packed") + "\n".join(loading(job.cls, options.output)))
+    own = job.cls._auto_class  # where its code lies with it
+    print("import hf_sparse24\n" * (options.format == "packed") + f"from transformers import {own or job.cls.__name__}")
+    trust = ", trust_remote_code=True" if own else ""
+    print(f"model = {own or job.cls.__name__}.from_pretrained({options.output!r}{trust})", flush=True)
     if options.format == "dense":
         print(f"# to train it further and keep its zeros, with adapters too: see {options.output}/{CARD}", flush=True)
     if status == 0:
