@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,19 +43,19 @@ def copied(exports, tmp_path):
     return lambda name: Path(shutil.copytree(exports / name, tmp_path / name))
 
 
-def config_of(directory: Path) -> dict:
-    return json.loads((directory / "config.json").read_text())
-
-
-def write_config(directory: Path, config: dict) -> None:
-    (directory / "config.json").write_text(json.dumps(config))
+@contextmanager
+def changed_config(directory: Path):
+    """The content of config.json, written back as it is after the block."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    yield config
+    path.write_text(json.dumps(config))
 
 
 def of_no_export(directory: Path) -> Path:
     """As a model that was saved again, whose config names no export."""
-    config = config_of(directory)
-    del config["quantization_config"]["packed"]["export"]
-    write_config(directory, config)
+    with changed_config(directory) as config:
+        del config["quantization_config"]["packed"]["export"]
     return directory
 
 
@@ -199,9 +200,8 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
     (directory / "packed.safetensors").unlink()
     torch.save(tensors, directory / "pytorch_model.bin")
     reject(directory, "packed.safetensors", OSError)  # what config.json names
-    config = config_of(directory)
-    del config["transformers_weights"]  # as in a model that was saved again
-    write_config(directory, config)
+    with changed_config(directory) as config:
+        del config["transformers_weights"]  # as in a model that was saved again
     reject(directory, "a packed checkpoint has safetensors files alone")
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Explodes()))
     reject(directory, "a packed checkpoint has safetensors files alone")
@@ -229,9 +229,8 @@ def test_pickles_are_not_read(copied, tmp_path, monkeypatch):
 )
 def test_wrong_entries_of_the_config(key, value, message, copied):
     directory = copied("one")
-    config = config_of(directory)
-    config["quantization_config"]["packed"][key] = value
-    write_config(directory, config)
+    with changed_config(directory) as config:
+        config["quantization_config"]["packed"][key] = value
     reject(directory, message, (ValueError, OSError))
 
 
@@ -245,9 +244,8 @@ def test_wrong_entries_of_the_config(key, value, message, copied):
 )
 def test_packed_tensors_that_the_model_has_no_place_for(name, message, copied):
     directory = of_no_export(copied("one"))
-    config = config_of(directory)
-    config["quantization_config"]["packed"]["weights"] = {name: "2:4"}
-    write_config(directory, config)
+    with changed_config(directory) as config:
+        config["quantization_config"]["packed"]["weights"] = {name: "2:4"}
 
     def change(tensors):
         values, mask = tensors[VALUES].clone(), tensors[MASK].clone()
