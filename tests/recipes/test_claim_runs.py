@@ -5,7 +5,7 @@ import re
 
 import claims_page
 import pytest
-from claims_page import CONTRADICTED, ELSEWHERE, NOT_SEEN, SEEN, VERDICTS, Claim, Results
+from claims_page import CONTRADICTED, ELSEWHERE, NOT_SEEN, SEEN, VERDICTS, Claim, Results, cheap, ordered
 from paths import ROOT
 
 from recipes import claims  # not tests/support/claims.py
@@ -30,36 +30,27 @@ def test_every_row_has_a_number_and_either_a_statistic_or_a_verdict():
 
 
 @pytest.mark.parametrize(
-    ("differences", "verdict"),
+    ("rule", "differences", "verdict"),
     [
-        ([], NOT_SEEN),
-        ([0.01], NOT_SEEN),  # one seed, less than noise
-        ([0.03], SEEN),
-        ([0.01, 0.002], SEEN),
-        ([0.01, -0.002], NOT_SEEN),
-        ([-0.01, -0.002], NOT_SEEN),
-        ([-0.03], CONTRADICTED),
-        ([-0.03, -0.02], CONTRADICTED),
+        (ordered, [], NOT_SEEN),
+        (ordered, [0.01], NOT_SEEN),  # one seed, less than noise
+        (ordered, [0.03], SEEN),
+        (ordered, [0.01, 0.002], SEEN),
+        (ordered, [0.01, -0.002], NOT_SEEN),
+        (ordered, [-0.01, -0.002], NOT_SEEN),
+        (ordered, [-0.03], CONTRADICTED),
+        (ordered, [-0.03, -0.02], CONTRADICTED),
+        (cheap, [], NOT_SEEN),
+        (cheap, [0.01], NOT_SEEN),
+        (cheap, [-0.01], SEEN),
+        (cheap, [0.05], CONTRADICTED),
+        (cheap, [0.01, 0.02], SEEN),
+        (cheap, [0.01, 0.05], NOT_SEEN),
+        (cheap, [0.03, 0.05], CONTRADICTED),
     ],
 )
-def test_orders(differences, verdict):
-    assert claims_page.ordered(differences) == verdict
-
-
-@pytest.mark.parametrize(
-    ("costs", "verdict"),
-    [
-        ([], NOT_SEEN),
-        ([0.01], NOT_SEEN),
-        ([-0.01], SEEN),
-        ([0.05], CONTRADICTED),
-        ([0.01, 0.02], SEEN),
-        ([0.01, 0.05], NOT_SEEN),
-        ([0.03, 0.05], CONTRADICTED),
-    ],
-)
-def test_costs(costs, verdict):
-    assert claims_page.cheap(costs) == verdict
+def test_orders_and_costs(rule, differences, verdict):
+    assert rule(differences) == verdict
 
 
 @pytest.mark.parametrize(
