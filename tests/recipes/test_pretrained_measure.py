@@ -28,6 +28,9 @@ def a_run(variant: str, tokens: int, rate: float, loss: float, seed: int = 0) ->
 
 
 def test_what_is_missing_waits_for_the_search_and_takes_its_rate():
+    worse = [a_run("fixed-mask, teacher", 30_000, rate, loss) for rate, loss in ((2e-4, 3), (4e-4, 3.1))]
+    for found, rate in (([], 2e-4), (worse[:1], 4e-4), (worse, 1e-4)):
+        assert list(measure.missing("fixed-mask, teacher", [100_000], [0], found)) == [(30_000, rate, 0)]
     search = [a_run("fixed-mask, teacher", 30_000, rate, loss) for rate, loss in ((2e-4, 3), (4e-4, 2.9))]
     assert list(measure.missing("fixed-mask, teacher", [100_000], [0], search)) == [(30_000, 8e-4, 0)]
     assert list(measure.missing("fixed-mask", [30_000], [0], search)) == []
