@@ -4,19 +4,17 @@ Processes are forked from a server that has imported everything once, and serve 
 """
 
 import gc
+import io
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import methods.ast  # noqa: F401  registers the method
@@ -39,12 +37,16 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
 
 
-def start(function: Callable, *args: Any) -> BaseProcess:
-    """A process that calls a function, in the environment of the first; it ends with these tests at the latest."""
-    # The server looks for modules where Python does by itself, and passes over what it does not find.
+def _start_server() -> None:
+    # It looks for modules where Python does by itself, and passes over what it does not find.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()
+
+
+def start(function: Callable, *args: Any) -> BaseProcess:
+    """A process that calls a function, in the environment of the first; it ends with these tests at the latest."""
+    _start_server()
     process = _context.Process(target=function, args=args, daemon=True)
     process.start()
     return process
@@ -55,38 +57,18 @@ class _Group:
 
     def __init__(self, world: int):
         self.folder = tempfile.TemporaryDirectory()
-        pipes = [_context.Pipe() for _ in range(world)]
-        self.pipes = [ours for ours, _ in pipes]
+        _start_server()
         self.processes = [
-            start(_serve, self.folder.name, rank, world, theirs) for rank, (_, theirs) in enumerate(pipes)
+            ProcessPoolExecutor(1, _context, _join, (self.folder.name, rank, world)) for rank in range(world)
         ]
-        for _, theirs in pipes:
-            theirs.close()  # so that `recv` tells of its end
 
-    def call(self, *call: Any, timeout: float) -> bool:
-        """Whether all processes returned in time. If not, the group is of no more use."""
-        waiting, end, is_good = set(self.pipes), time.monotonic() + timeout, True
-        for pipe in self.pipes:
-            with suppress(OSError):  # `recv` tells of it
-                pipe.send(call)
-        while waiting and (ready := wait(waiting, max(0, end - time.monotonic()))):
-            for pipe in ready:
-                waiting.discard(pipe)
-                try:
-                    pipe.recv()
-                except (EOFError, OSError):
-                    is_good, end = False, min(end, time.monotonic() + 10)  # the others may wait for it in vain
-        return is_good and not waiting
-
-    def end(self) -> list[int | None]:
-        """The exit codes of its processes, which are killed where they still run."""
-        for process in self.processes:
-            process.kill()
-            process.join()
-        for pipe in self.pipes:
-            pipe.close()
+    def end(self) -> None:
+        """Kill its processes."""
+        for executor in self.processes:
+            for process in list((executor._processes or {}).values()):
+                process.kill()
+            executor.shutdown()
         self.folder.cleanup()
-        return [process.exitcode for process in self.processes]
 
 
 _groups: dict[int, _Group] = {}
@@ -99,44 +81,46 @@ def run(world: int, function: Callable, *args: Any, timeout: float = 120) -> lis
     about one of 350 runs of FSDP2 with gloo, of dense models without this library too.
 
     Raises:
-        RuntimeError: with the traceback of each process that failed, or did not end in time.
+        RuntimeError: with the traceback of the first process that failed; or some did not end in time.
     """
     for is_last in (False, False, True):
         group = _groups.pop(world, None) or _Group(world)
-        with tempfile.TemporaryDirectory() as folder:
-            if group.call(folder, os.getcwd(), function, args, timeout=timeout):
-                _groups[world] = group
-                return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
-            codes = group.end()
-            if {-signal.SIGABRT, -signal.SIGSEGV} & set(codes) and not is_last:
-                continue
-            failed = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-            raise RuntimeError("\n".join([*failed, f"exit codes {codes}"]))
+        calls = [
+            each.submit(_call, rank, world, os.getcwd(), function, args) for rank, each in enumerate(group.processes)
+        ]
+        ended, waiting = wait(calls, timeout, FIRST_EXCEPTION)
+        errors = [error for call in ended if (error := call.exception()) is not None]
+        if not errors and not waiting:
+            _groups[world] = group
+            return [torch.load(io.BytesIO(call.result()), weights_only=False) for call in calls]
+        group.end()
+        if is_last or not any(isinstance(error, BrokenProcessPool) for error in errors):
+            raise RuntimeError("\n".join(map(str, errors)) or f"{len(waiting)} processes take more than {timeout} s")
     raise AssertionError("the last try returns or raises")
 
 
-def _serve(folder: str, rank: int, world: int, pipe: Connection) -> None:
+def _join(folder: str, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # accelerate asks, and never uses them
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    environment = dict(os.environ)
     gc.freeze()  # `gc.collect` below need not look through the libraries
-    while True:
-        results, directory, function, args = pipe.recv()  # EOFError: the tests have ended
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(directory)
-        set_seed(0)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        try:
-            torch.save(function(rank, world, *args), f"{results}/{rank}.pt")
-        except BaseException:
-            Path(f"{results}/{rank}.error").write_text(f"process {rank}:\n{traceback.format_exc()}")
-            os._exit(1)
-        gc.collect()
-        pipe.send(None)
+
+
+def _call(rank: int, world: int, directory: str, function: Callable, args: tuple) -> bytes:
+    environment, results = dict(os.environ), io.BytesIO()
+    os.chdir(directory)
+    set_seed(0)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    try:
+        torch.save(function(rank, world, *args), results)
+    except BaseException:
+        raise RuntimeError(f"process {rank}:\n{traceback.format_exc()}") from None
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.collect()
+    return results.getvalue()
 
 
 def make(name: str, settings: dict[str, Any], engine: str, steps: int, **options: Any) -> tuple:
