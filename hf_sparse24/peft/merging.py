@@ -8,6 +8,7 @@ it was before the merge, bit for bit.
 
 import warnings
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -15,14 +16,15 @@ import torch
 from sparse24_kernels import Packed
 from torch import Tensor, nn
 
-from ..extensions import is_adapter
+from ..extensions import adapters_in, is_adapter
 from ..layers.packed import PackedLayer, pack_weight, unpack_weight
 from ..methods import ONESHOT_METHOD
 from ..progress import get_logger
 from ..weights.input_dim import input_dim_of
 from ..weights.packed_weight import pack_exactly
 from ..weights.rules import encode
-from ..weights.sparse_weight import SparseWeight
+from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.storage import Storage
 from .masked import is_pruned, out_in
 
 logger = get_logger(__name__)
@@ -135,15 +137,32 @@ def unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
         before.restore()
 
 
+def refuse_shared_merges(model: nn.Module) -> None:
+    """Let adapters in a sparse model whose weight another layer has too, as in `layer_replication`, refuse to merge.
+    PEFT would change both layers; it warns of tied embeddings alone."""
+    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    shared = []
+    for name, adapter in model.named_modules() if sparse_weights(model, Storage) else ():
+        weight = id(adapter.get_base_layer()._parameters.get("weight")) if is_adapter(adapter) else id(None)
+        if weight != id(None) and uses[weight] > 1 and ("merge" in vars(adapter) or weight not in embeddings):
+            adapter.merge = partial(_refuse_merge, name)
+            shared.append(name)
+    if shared:
+        logger.warning(f"{len(shared)} adapters share weights, so they train and are not merged, such as {shared[0]}")
+
+
+def _refuse_merge(name: str, *args: Any, **kwargs: Any) -> None:
+    way = "keep the adapter, leave both layers out of target_modules, or copy the weight of one before patch_model"
+    raise ValueError(f"{name} shares its weight with another layer, which a merge would change too: {way}")
+
+
 def check_mergeable(model: nn.Module) -> None:
     """Raise ValueError where the active adapters cannot be merged into sparse layers, before PEFT merges any layer."""
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for name, adapter in model.named_modules():
-        if not is_adapter(adapter) or "merge" not in vars(adapter) or adapter.merged:
+    refuse_shared_merges(model)
+    for adapter in adapters_in(model):
+        if "merge" not in vars(adapter) or adapter.merged:
             continue
-        if uses[id(adapter.get_base_layer()._parameters.get("weight"))] > 1:
-            way = "leave both layers out of target_modules, or keep the adapter"
-            raise ValueError(f"{name} shares its weight with another layer, which a merge would change too: {way}")
         with warnings.catch_warnings(action="ignore"):  # PEFT's of what it cannot undo exactly; `unmerge` restores it
             adapter.merge()
             if adapter.merged:

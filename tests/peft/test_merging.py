@@ -102,13 +102,26 @@ def test_a_merged_model_is_neither_packed_nor_unpacked_nor_unpatched():
     assert sparse_weights(sparse_again)
 
 
-def test_a_merge_that_would_change_another_layer_is_refused():
+@pytest.mark.parametrize("targets", [["up_proj"], ["q_proj"]])  # sparse, dense
+@pytest.mark.parametrize("replicas", [None, [[0, 1], [0, 1]]])
+def test_a_merge_that_would_change_another_layer_is_refused(targets, replicas, caplog):
+    """With tied layers or PEFT's replicas, at once or one by one, and also in the dense form of the model."""
     model = patched()
-    model.model.layers[0].mlp.gate_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    model = peft.get_peft_model(model, lora())
-    with pytest.raises(ValueError, match=r"up_proj shares its weight"):
-        model.merge_adapter()
-    assert not any(adapter.merged for adapter in around(model))
+    if replicas is None:
+        (block,) = model.model.layers
+        block.mlp.gate_proj.weight = block.mlp.up_proj.weight
+        block.self_attn.o_proj.weight = block.self_attn.q_proj.weight
+    with caplog.at_level("WARNING"):
+        model = peft.get_peft_model(model, lora(target_modules=targets, layer_replication=replicas)).eval()
+    adapters = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert f"{len(adapters)} adapters share weights" in caplog.text
+    for unpatch in (lambda model: model, unpatch_model):
+        before = logits(unpatch(model))
+        for merge in (model.merge_adapter, model.merge_and_unload, adapters[0].merge):
+            with pytest.raises(ValueError, match=rf"{targets[0]} shares its weight.*keep the adapter"):
+                merge()
+            assert not any(adapter.merged for adapter in adapters)
+        assert torch.equal(logits(model), before)
 
 
 EVERYWHERE = [*TARGETS["llama"], "q_proj"]  # attention is dense, and comes first
