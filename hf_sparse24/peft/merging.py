@@ -59,7 +59,6 @@ class Unmerged:
             layer.weight.data = self.sparse.pruned()
             (view,) = self.sparse.views()
             self.sparse.set_state(self.sparse.method.state_of_pruned(view))  # prunes the weight to itself
-            self.sparse.clear_encodings()
         return self
 
     @torch.no_grad()
@@ -95,7 +94,6 @@ class Unmerged:
         if self.sparse is not None:
             device = self.layer.weight.device
             self.sparse.set_state({name: tensor.to(device) for name, tensor in self.state.items()})
-            self.sparse.clear_encodings()
 
     def _pack(self, packed: Packed) -> None:
         assert self.packed is not None
