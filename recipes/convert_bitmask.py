@@ -8,8 +8,8 @@ compressed-tensors 0.15 and vLLM have dropped the format. Of each sparse weight 
     NAME.bitmask     [out, ceil(in / 8)]  uint8; bit i % 8 of byte i // 8 says whether column i is kept: two of four are
     NAME.shape       [2, 1]               out and in
 
-The result has the same weights bit for bit; quantized values (FP8, int8) stay quantized. The new directory appears when
-all of it is written.
+or these three as `NAME.weight.compressed` and so on. The result has the same weights bit for bit; quantized values (FP8,
+int8) stay quantized. The new directory appears when all of it is written.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def convert(source: Path, directory: Path) -> list[str]:
                 if not is_bitmask or kind not in PARTS:
                     tensors[name] = finite(f"{path}: {name}", file.get_tensor(name))
                 elif kind == "bitmask" or f"{module}.bitmask" not in names:  # once for the three parts
-                    tensors[f"{module}.weight"] = dense_weight(f"{path}: {module}", names, module)
-                    sparse.append(module)
+                    sparse.append(module.removesuffix(".weight"))
+                    tensors[f"{sparse[-1]}.weight"] = dense_weight(f"{path}: {module}", names, module)
             save_file(tensors, part / path.name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, path.name)
         if is_bitmask and not sparse:
@@ -106,8 +106,10 @@ def open_files(source: Path) -> dict[Path, Any]:
 def dense_weight(where: str, names: dict[str, Any], module: str) -> Tensor:
     """The weight `[out, in]` of a layer; ValueError, which begins with `where`, if its parts are damaged."""
     absent = [f"{module}.{part}" for part in PARTS if f"{module}.{part}" not in names]
-    if absent or f"{module}.weight" in names:
-        what = f"lack {', '.join(absent)}" if absent else f"have {module}.weight too"
+    layer = module.removesuffix(".weight")  # whose parts begin with its name, or with that of its weight
+    twice = {f"{layer}.weight", f"{layer}.bitmask", f"{layer}.weight.bitmask"} & names.keys() - {f"{module}.bitmask"}
+    if absent or twice:
+        what = f"lack {', '.join(absent)}" if absent else f"have {min(twice)} too"
         raise ValueError(f"{where}: the files {what}")
     values, bitmask, shape = (names[f"{module}.{part}"].get_tensor(f"{module}.{part}") for part in PARTS)
     rows, columns = (*values.shape, 0, 0)[:2]

@@ -26,6 +26,8 @@ def refused(source, out, message, capsys):
         ("llama", {"tie_word_embeddings": True}, torch.float16, {"size": "8KB"}),
         ("qwen2", {}, torch.float32, {"ignore": "layers.0."}),
         ("llama", {"intermediate_size": 60}, torch.bfloat16, {}),  # half a byte of each row's bitmask is unused
+        ("llama", {}, torch.bfloat16, {"suffix": ""}),  # NAME.weight.bitmask
+        ("qwen2", {}, torch.float32, {"suffix": "", "size": "8KB", "ignore": "layers.0."}),
         ("mixtral", {}, torch.float32, {}),  # Transformers stacks its experts when it loads them
     ],
 )
@@ -71,6 +73,7 @@ DAMAGE = {
     "NaN": (f"{UP}.compressed", with_nan, f"{UP} has NaN or inf"),
     "absent": (f"{UP}.bitmask", None, f"{UP}: the files lack {UP}.bitmask"),
     "twice": (f"{UP}.weight", lambda _: torch.ones(64, 32), f"{UP}: the files have {UP}.weight too"),
+    "two names": (f"{UP}.weight.bitmask", lambda _: torch.ones(64, 4), f"{UP}: the files have {UP}.weight.bitmask too"),
     "dtype": (f"{UP}.bitmask", lambda x: x.int(), "bitmask torch.int32 (64, 4)"),
     "shape": (f"{UP}.shape", lambda x: x.flip(0), "shape [[32], [64]]"),
 }

@@ -26,15 +26,18 @@ def prune(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def write_bitmask(model: PreTrainedModel, directory: Path, ignore: str = "-", size: str = "5GB") -> dict[str, Tensor]:
-    """Save a pruned model; `ignore` is a part of the names of weights to leave dense. Returns what is in the files."""
+def write_bitmask(
+    model: PreTrainedModel, directory: Path, ignore: str = "-", size: str = "5GB", suffix: str = ".weight"
+) -> dict[str, Tensor]:
+    """Save a pruned model; `ignore` is a part of the names of weights to leave dense, `suffix` the end of their names
+    that the parts do not have. Returns what is in the files."""
     model.save_pretrained(directory)
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         if "_proj.weight" not in name or ignore in name:
             tensors[name] = tensor
             continue
-        mask, module = kept(tensor), name.removesuffix(".weight")
+        mask, module = kept(tensor), name.removesuffix(suffix)
         tensors[f"{module}.compressed"] = tensor[mask].view(len(tensor), -1)
         tensors[f"{module}.bitmask"] = torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little"))
         tensors[f"{module}.shape"] = torch.tensor(tensor.shape).view(2, 1)
