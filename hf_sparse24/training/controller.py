@@ -18,7 +18,6 @@ from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..progress import get_logger
 from ..run import SparseRun, set_phase
-from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .checks import check_ranks_agree
@@ -101,7 +100,7 @@ class Sparse24Controller:
         self.step, self.micro_step, self._is_new = step, 0, True
         # Without a dense master a weight trains as any Parameter: nothing is done to it, and its mask never flips.
         self._trained = masters = sparse_weights(self.model, TRAINED)
-        check_optimizer(masters, self._followed)
+        check_optimizer(masters, self.optimizer)
         self._masks = StepMasks(self.model, self.run, self.weights)
         if not self.keeps_phase:
             self.run.method.check_run(total_steps, self.optimizer)
@@ -116,7 +115,7 @@ class Sparse24Controller:
         except ValueError:
             self.end()
             raise
-        self._set_streams()
+        self._streams.set(self.seed, self.step, self.micro_step)
         self.run.open_step = object()
         self._hooks = self._followed.follow(self._before_step, self._change_gradients, self._after_step)
 
@@ -145,7 +144,7 @@ class Sparse24Controller:
     def after_micro_step(self) -> None:
         """Call after the backward pass of each micro-batch but a step's last: the next draws other MVUE samples."""
         self.micro_step += 1
-        self._set_streams()
+        self._streams.set(self.seed, self.step, self.micro_step)
 
     def skip_step(self) -> None:
         """Count a step that the optimizer did not take, for a loop that counts such steps."""
@@ -209,7 +208,7 @@ class Sparse24Controller:
         self.run.record(finished=False)
         set_phase(self.model, state["phase"] if state["finished"] else self.phase)
         self.run.record(finished=bool(state["finished"]))
-        self._set_streams()
+        self._streams.set(self.seed, self.step, self.micro_step)
 
     @property
     def keeps_phase(self) -> bool:
@@ -240,16 +239,13 @@ class Sparse24Controller:
             has_been_sparse = method.phase(first, self.total_steps, self.optimizer) != DENSE_PHASE
             self.run.record(finished=self.run.phase != "sparse" and has_been_sparse)
         self._masks.finish_step(not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps))
-        self._set_streams()
+        self._streams.set(self.seed, self.step, self.micro_step)
         self.run.open_step = object() if self.step < self.total_steps else None
         for weight in self.weights.values():
             weight.clear_encodings()
 
     def _context(self) -> StepContext:
         return StepContext(self.step, self.total_steps, self.phase, self.optimizer, self.weights)
-
-    def _set_streams(self) -> None:
-        self._streams.set(self.seed, rank(), self.step, self.micro_step)
 
 
 def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:

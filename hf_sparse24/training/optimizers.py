@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..methods import Piece, SparseMethod
-from ..methods.masked_adamw import Group
 from ..progress import get_logger
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
@@ -40,7 +39,7 @@ def _is_deepspeed(optimizer: object) -> bool:
     return type(optimizer).__module__.startswith("deepspeed.runtime")
 
 
-def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: "TorchOptimizer | ZeroOptimizer") -> None:
+def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if the optimizer lacks a trainable part of a sparse weight."""
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):

@@ -12,7 +12,7 @@ from ..extensions import adapters_in
 from ..progress import get_logger
 from ..run import SparseRun, set_phase
 from ..weights.rules import method_mask
-from ..weights.sharding import compute_device, is_sharded, local, total
+from ..weights.sharding import compute_device, is_sharded, local, rank, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from ..weights.storage import layer_name
 
@@ -173,8 +173,8 @@ class RandomStreams:
         for index, (weight, device) in enumerate(zip(weights, devices)):
             weight.rng_key = self._keys[device][index]
 
-    def set(self, seed: int, rank: int, step: int, micro_step: int) -> None:
-        begun = {by_rank: _mix(0, seed + rank * by_rank, step, micro_step) for by_rank in set(self._by_rank)}
+    def set(self, seed: int, step: int, micro_step: int) -> None:
+        begun = {by_rank: _mix(0, seed + rank() * by_rank, step, micro_step) for by_rank in set(self._by_rank)}
         values = [_mix(begun[by_rank], i) >> 1 for i, by_rank in enumerate(self._by_rank)]
         fresh = torch.tensor(values, dtype=torch.int64, device="cpu")
         for keys in self._keys.values():
