@@ -45,6 +45,8 @@ class KeptMaskMethod(SparseMethod):
         return "exact" if self.transposable and self.gemms.grad_input.weight == PRUNED else None
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
+        if self.both_ways:
+            return {"mask_bits": kernels.transposable_mask(view.matrix, *self.pattern, self.both_ways, packed=True)}
         return {"mask_bits": kernels.nm_mask(view.matrix, *self.pattern, view.dim, packed=True)}
 
     def adopt_mask(self, view: WeightView, mask: Tensor) -> dict[str, Tensor]:

@@ -53,9 +53,8 @@ def _random(view: WeightView, draw: Callable[..., Tensor], *shape: int) -> Tenso
     """Random numbers of `draw`, `torch.rand` or `randn`, from the layer's name and some 4096 values of its weight."""
     # An odd stride, so that the values are not all of one column.
     values = view.matrix.flatten()[:: view.matrix.numel() // 4096 | 1].float().cpu()
-    generator = torch.Generator().manual_seed(
-        zlib.crc32(f"{draw.__name__} {view.name}".encode() + values.numpy().tobytes())
-    )
+    seed = zlib.crc32(f"{draw.__name__} {view.name}".encode() + values.numpy().tobytes())
+    generator = torch.Generator().manual_seed(seed)
     return draw(shape, generator=generator, dtype=torch.float32, device="cpu").to(view.matrix.device)
 
 
@@ -94,12 +93,9 @@ class SLoPe(FixedMask):
         return "exact" if self.settings.initial_mask == "transposable" else None
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
-        scores = view.matrix
-        if self.both_ways:
-            return {"mask_bits": kernels.transposable_mask(scores, *self.pattern, packed=True)}
-        if self.settings.initial_mask == "random" and not scores.is_meta:
-            scores = _random(view, torch.rand, *scores.shape)
-        return {"mask_bits": kernels.nm_mask(scores, *self.pattern, view.dim, packed=True)}
+        if self.settings.initial_mask == "random" and not view.matrix.is_meta:
+            view = view._replace(matrix=_random(view, torch.rand, *view.matrix.shape))
+        return super().init_state(view, step, total_steps)
 
     def prune_grad_input(self, view: WeightView) -> Values:
         bits = view.state.get("mask_bits")  # none of packed values, which are masked already

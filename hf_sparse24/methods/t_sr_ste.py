@@ -23,11 +23,8 @@ Method card
 
 from dataclasses import dataclass
 
-import sparse24_kernels as kernels
 from sparse24_kernels.transposable import SOLVERS
-from torch import Tensor
 
-from ..weights.storage import WeightView
 from .fixed_mask import KeptMaskMethod
 from .masked_decay import MaskedDecayMethod, MaskedDecaySettings
 from .registry import register_method
@@ -57,10 +54,6 @@ class TSRSTE(MaskedDecayMethod, KeptMaskMethod):
         dense_tail: int | float = with_default(
             PhaseSettings, "dense_tail", 1 / 6, "section 4.4 of the paper, 50k of 300k steps"
         )
-
-    def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
-        solver = self.settings.mask_solver
-        return {"mask_bits": kernels.transposable_mask(view.matrix, *self.pattern, solver, packed=True)}
 
     @property
     def both_ways(self) -> str:
