@@ -72,7 +72,10 @@ class MaskedAdamW(torch.optim.Optimizer):
         batches = [(group, batch) for group, batch in batches if batch.params]
         self.before_groups([batch for group, batch in batches if group["masked"]])
         for group, batch in batches:
-            (self.masked_step if group["masked"] else _adamw_step)(group, batch)
+            if group["masked"]:
+                self.masked_step(group, batch)
+            else:
+                MaskedAdamW.masked_step(self, group, batch)
         self.after_groups()
         return loss
 
@@ -80,8 +83,10 @@ class MaskedAdamW(torch.optim.Optimizer):
         """Run before any parameter changes, with the tensors of the masked groups; may raise RuntimeError."""
 
     def masked_step(self, group: Group, batch: GroupTensors) -> None:
-        """Update the parameters of a masked group. Default: AdamW's step."""
-        _adamw_step(group, batch)
+        """Update the parameters of a masked group. Default: AdamW's step, by torch's own function, to the last bit."""
+        beta1, beta2 = group["betas"]
+        settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        adamw(*batch[:4], [], batch.steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **settings)
 
     def after_groups(self) -> None:
         """Run after all parameters have changed."""
@@ -101,13 +106,6 @@ class MaskedAdamW(torch.optim.Optimizer):
             for values, value in zip(batch, tensors):
                 values.append(value)
         return batch
-
-
-def _adamw_step(group: Group, batch: GroupTensors) -> None:
-    """Take a step by torch's own function, so that it is AdamW to the last bit."""
-    beta1, beta2 = group["betas"]
-    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    adamw(*batch[:4], [], batch.steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **settings)
 
 
 def step_param_groups(
