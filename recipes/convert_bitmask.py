@@ -8,8 +8,8 @@ compressed-tensors 0.15 and vLLM have dropped the format. Of each sparse weight 
     NAME.bitmask     [out, ceil(in / 8)]  uint8; bit i % 8 of byte i // 8 says whether column i is kept: two of four are
     NAME.shape       [2, 1]               out and in
 
-or these three as `NAME.weight.compressed` and so on. The result has the same weights bit for bit; quantized values (FP8,
-int8) stay quantized. The new directory appears when all of it is written.
+or these three as `NAME.weight.compressed` and so on. The result has the same weights bit for bit; quantized values
+(FP8, int8) stay quantized. The new directory appears when all of it is written.
 """
 
 import argparse

@@ -265,7 +265,7 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
 def _check_step(controller: Sparse24Controller) -> None:
     """Raise RuntimeError where a step cannot be taken: the run is over, or a weight has left the model."""
     if controller._is_new:  # not before: states are loaded into a new one
-        warn_of_steps(controller._followed, controller.step)
+        warn_of_steps(controller.optimizer, controller.step)
         controller._is_new = False
     if controller.step >= controller.total_steps:
         way = "give the controller the steps of the whole run, or call its end()"

@@ -60,9 +60,10 @@ def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: torch.optim.
                 raise ValueError(f"the optimizer does not hold {trained}, which is trainable: {way}; or freeze it")
 
 
-def warn_of_steps(optimizer: Any, step: int) -> None:
+def warn_of_steps(optimizer: torch.optim.Optimizer | ZeroOptimizer, step: int) -> None:
     """Warn where an optimizer has taken more steps than its new controller has counted. Skipped ones make it fewer."""
-    entries = *getattr(optimizer, "zero", optimizer).optimizer.state.values(), *optimizer.param_groups
+    state = optimizer.zero.optimizer.state if isinstance(optimizer, ZeroOptimizer) else optimizer.state
+    entries = [*state.values(), *optimizer.param_groups]
     counts = [({"step": None} | entry)["step"] for entry in entries if isinstance(entry, dict)]
     taken = max((int(torch.as_tensor(x).max()) for x in counts if isinstance(x, int | float | Tensor)), default=0)
     if taken > step + 1:  # torch.distributed.checkpoint takes an empty one to make the state
@@ -77,10 +78,6 @@ class TorchOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self._takes_step = False
-
-    @property
-    def param_groups(self) -> list[Group]:
-        return self.optimizer.param_groups
 
     def pieces(self, weights: Mapping[str, SparseWeight], mask: Callable[[str], Tensor]) -> list[Piece]:
         """The pieces of weights with a gradient that this process updates; `mask` gives a weight's mask by name."""
