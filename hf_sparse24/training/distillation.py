@@ -193,8 +193,8 @@ def distill(
     Args:
         model: a causal or masked language model that returns its loss, patched or not; as the training gets it, before
             DDP, FSDP2 or torch.compile wraps it.
-        teacher: a dense or sparse language model of the same tokens, or its name or directory. Frozen, and no part of
-            checkpoints.
+        teacher: a dense or sparse language model of the same tokens, or its name or directory, which is loaded in the
+            dtype of its files. Frozen, and no part of checkpoints.
         config: how much the teacher counts; None for `DistillationConfig()`.
         tokenizer: of the model, where its vocabulary and the teacher's differ by padding.
 
@@ -207,26 +207,21 @@ def distill(
     """
     if find_distiller(model) is not None:
         raise ValueError("the model has a teacher already; call end() of what distill returned first")
-    return Distiller(model, _frozen(teacher, model, tokenizer), config or DistillationConfig())
+    # It tells padding of the vocabulary from tokens; a processor that is no tokenizer is ignored.
+    known = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
+    if isinstance(teacher, str | PathLike):
+        if known is not None:
+            _check_tokens(known, str(teacher))
+        auto = AutoModelForCausalLM if shifts_labels(model) else AutoModelForMaskedLM
+        teacher = auto.from_pretrained(teacher, dtype="auto")
+    _check_models(teacher, model, known)
+    return Distiller(model, teacher.eval().requires_grad_(False), config or DistillationConfig())
 
 
 def find_distiller(model: nn.Module) -> Distiller | None:
     """The `Distiller` of a model, or of the model inside of it; None without a teacher."""
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     return next((hook for hook in hooks if isinstance(hook, Distiller)), None)
-
-
-def _frozen(teacher: nn.Module | str | PathLike, student: nn.Module, tokenizer: object) -> nn.Module:
-    """A checked teacher in eval mode; a name or directory in the dtype that it was saved in. The student's tokenizer
-    tells padding of the vocabulary from tokens; any other processor is ignored."""
-    known = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
-    if isinstance(teacher, str | PathLike):
-        if known is not None:
-            _check_tokens(known, str(teacher))
-        auto = AutoModelForCausalLM if shifts_labels(student) else AutoModelForMaskedLM
-        teacher = auto.from_pretrained(teacher, dtype="auto")
-    _check_models(teacher, student, known)
-    return teacher.eval().requires_grad_(False)
 
 
 def shifts_labels(model: Any) -> bool:
