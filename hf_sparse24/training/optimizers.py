@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..methods import Piece, SparseMethod
 from ..progress import get_logger
 from ..weights.sharding import check_supported, is_sharded, local, local_gradient
 from ..weights.sparse_weight import SparseWeight, first_of_each
-from .zero import DeepSpeedZero, ZeroOptimizer
+from .zero import ZeroOptimizer
 
 logger = get_logger(__name__)
 
@@ -25,7 +25,7 @@ def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroO
     if not _is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         optimizer = getattr(optimizer, "optimizer", optimizer)
     if _is_deepspeed(optimizer):
-        return ZeroOptimizer(cast(DeepSpeedZero, optimizer), method)
+        return ZeroOptimizer(optimizer, method)
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         way = f"must be a torch.optim.Optimizer, with the hooks that its __init__(param_groups, {{}}) makes; {_SEVERAL}"
         raise ValueError(f"optimizer={type(optimizer).__name__}: {way}")

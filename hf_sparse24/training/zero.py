@@ -9,25 +9,14 @@ In the end every process gets all pieces. So gradients are final group by group,
 The attributes of DeepSpeed's classes used here are in 0.19.8, the version of the tests.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
 
-import torch
 from torch import Tensor
 
 from ..methods import Piece, SparseMethod
 from ..methods.masked_adamw import Group
 from ..weights.sparse_weight import SparseWeight, first_of_each
-
-
-class DeepSpeedZero(Protocol):
-    """DeepSpeed's `DeepSpeedZeroOptimizer`: its optimizer below, and per group the flat piece and the model's
-    Parameters."""
-
-    optimizer: torch.optim.Optimizer
-    single_partition_of_fp32_groups: Sequence[Tensor]
-    bit16_groups: Sequence[Sequence[Tensor]]
-    step: Callable[..., object]
 
 
 class ZeroOptimizer:
@@ -36,7 +25,7 @@ class ZeroOptimizer:
     ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
     """
 
-    def __init__(self, zero: DeepSpeedZero, method: SparseMethod):
+    def __init__(self, zero: Any, method: SparseMethod):
         if type(zero).__name__ != "DeepSpeedZeroOptimizer":
             way = "use ZeRO-1 or ZeRO-2 (without data_types.grad_accum_dtype and zenflow), or FSDP2"
             raise ValueError(f"DeepSpeed's {type(zero).__name__} is not supported: {way}")
