@@ -78,11 +78,10 @@ def checkpoint_damage(checkpoint: str | Path) -> str | None:
 def saved_config(checkpoint: str | Path) -> SavedConfig | None:
     """The config of the patched model, or of the one below an adapter, that a Trainer saved; None without one."""
     model_config, own = Path(checkpoint) / CONFIG, Path(checkpoint) / OWN_CONFIG
-    saved = None
     if model_config.is_file():
         saved = read_json(model_config).get("quantization_config")
-    elif own.is_file():
-        saved = read_json(own)
+    else:
+        saved = read_json(own) if own.is_file() else None
     if not isinstance(saved, dict) or saved.get("quant_method") != Sparse24Config.quant_method:
         return None
     return SavedConfig.from_dict(saved)

@@ -10,7 +10,7 @@ resumes, and a line for each log of the Trainer, with the keys that trackers get
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -69,12 +69,9 @@ def _lines_until(path: Path, step: int) -> list[str]:
     """The lines of a log up to a step. A process that was killed may have left half a line, which goes."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            written = json.loads(line)["step"]
-            if written <= step:
+        with suppress(ValueError, LookupError, TypeError):
+            if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (ValueError, LookupError, TypeError):
-            continue
     return kept
 
 
