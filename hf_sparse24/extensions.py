@@ -39,6 +39,8 @@ class Extensions:
     check_adapters: Callable[[nn.Module], None] = _do_nothing
     # Say in a directory's card that its model is a training checkpoint, pushed to a repository; None: not pushed.
     describe_checkpoint: Callable[[Any, Any, str | None], None] = _do_nothing
+    # Of a model, the directory of its export, the format and values of that: the text of its card, or None.
+    describe_export: Callable[[Any, Path, str, str], str | None] = _do_nothing
     # Write the picture of a run that has ended, by its log, to its directory.
     draw_training: Callable[[Path, Sequence[Mapping[str, Any]]], None] = _do_nothing
     # Upload the export of a Trainer's model with a card of its run; returns where the commit is.

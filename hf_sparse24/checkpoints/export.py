@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..config import SavedConfig
-from ..extensions import adapters_in
+from ..extensions import adapters_in, extensions
 from ..files import read_json
 from ..methods import ONESHOT_METHOD
 from ..packed_format import PACKED_INDEX, PackedFormat, check_values
@@ -111,12 +111,15 @@ def export_model(
         tensors = packed_tensors(model, weights, values) if format == "packed" else dense_tensors(model, weights)
         files = _in_files(tensors, format, max_shard_size)
         refuse_other_models(directory)
+        card = extensions.describe_export(model, directory, format, values)
         is_split = any(is_sharded(tensor) for tensor in model.parameters())
         if is_split and rank() != 0:
             for lazy in (lazy for group in files.values() for lazy in group):  # in the order of writing
                 lazy.compute()  # gathers it together with the process that writes
         else:
             with replaced_model(directory, outdated=WEIGHT_FILES) as new:
+                if card is not None:
+                    (new / "README.md").write_text(card, encoding="utf-8", newline="")
                 sparse = _write(model, new, files, format, values)
             if not sparse:
                 run = next(iter(weights.values())).run

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import Sparse24Config
 from ..extensions import adapters_in
 from ..methods import ONESHOT_METHOD, method_class
 from ..metrics import is_nm_sparse
@@ -36,10 +37,6 @@ Format = Literal["dense", "packed", "training"]
 CARD = "README.md"
 BEGIN = "<!-- hf_sparse24: begin. The next push replaces this part, and keeps what stands outside of it. -->"
 END = "<!-- hf_sparse24: end -->"
-_TRAINING_ON = (
-    "To train on while the zeros stay where they are, pass `quantization_config=Sparse24Config(method="
-    f"{ONESHOT_METHOD!r}, ...)` of hf_sparse24 too, with the settings of the layers below."
-)
 _METADATA = {*inspect.signature(ModelCardData).parameters, "base_model_relation"} - {"ignore_metadata_errors", "kwargs"}
 
 
@@ -103,7 +100,7 @@ def make_model_card(
     parts = [
         _summary(model, run, base_model, format, is_dense),
         _loading(model, run, format, values, model_id or name),
-        "" if is_dense or format != "dense" else _TRAINING_ON,
+        "" if is_dense or format != "dense" else _training_on(run.config),
         _results(metrics_of(ours), metrics_of(dense_control or {}), control_name),
         _training(run, hyperparameters, plot),
         f"Written by hf_sparse24 {__version__}, with Transformers {transformers.__version__} and PyTorch "
@@ -145,6 +142,12 @@ def describe_checkpoint(model: Any, directory: Any, repo_id: str | None) -> None
         text = "this pushes a training checkpoint, whose weights are dense where hf_sparse24 is not imported: push the "
         text += "export by hf_sparse24.push_to_hub(model, repo_id), or by Sparse24Trainer with hub_strategy='end'"
         logger.warning_once(text)  # type: ignore[attr-defined]  # Transformers adds it
+
+
+def describe_export(model: Any, directory: Path, format: Any, values: str) -> str:
+    """The `README.md` of an export to a directory, with what its author wrote there."""
+    existing, name = read_card(directory / CARD, str(directory / CARD)), directory.resolve().name
+    return str(make_model_card(model, format=format, values=values, model_id=name, existing=existing))
 
 
 def read_card(path: Path, name: str) -> ModelCard | None:
@@ -221,6 +224,15 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
             f"Otherwise Transformers warns of an unknown quantization type, and loads dense weights. {export}",
         ]
     return "\n\n".join(["## How to load it", *text])
+
+
+def _training_on(config: Sparse24Config) -> str:
+    fields = config.fields() if config.method == ONESHOT_METHOD else vars(config)  # without settings of the method
+    defaults = Sparse24Config(ONESHOT_METHOD).fields() | {"method": None}
+    given = {name: fields[name] for name in defaults if name in fields and fields[name] != defaults[name]}
+    settings = ", ".join(f"{name}={value!r}" for name, value in (given | {"method": ONESHOT_METHOD}).items())
+    text = "To train on while the zeros stay where they are, pass this of hf_sparse24 to `from_pretrained` too:"
+    return f"{text}\n\n{_python(f'quantization_config = Sparse24Config({settings})')}"
 
 
 def _results(ours: Mapping[str, float], dense: Mapping[str, float], control_name: str) -> str:

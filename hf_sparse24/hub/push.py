@@ -22,7 +22,7 @@ from ..run import patched_config
 from ..weights.sharding import is_sharded, rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
-from .card import CARD, Format, check_arguments, describe_checkpoint, read_card, write_model_card
+from .card import CARD, Format, check_arguments, describe_checkpoint, describe_export, read_card, write_model_card
 from .picture import draw_training
 
 _CARD_NAMES = {"dataset_tags": "datasets", "finetuned_from": "base_model", "model_name": "model_id"}
@@ -126,7 +126,7 @@ def push_run(trainer: Any, model: PreTrainedModel, options: Mapping[str, Any]) -
 
 
 extensions.describe_checkpoint, extensions.draw_training = describe_checkpoint, draw_training
-extensions.push_run = push_run
+extensions.describe_export, extensions.push_run = describe_export, push_run
 extensions.model_methods |= {"push_to_hub": push_to_hub, "_upload_modified_files": _upload_modified_files}
 
 

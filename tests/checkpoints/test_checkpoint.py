@@ -30,7 +30,7 @@ from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import patched_config, set_phase
 from hf_sparse24_command import main
 
-FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
 
 
 ROUND_TRIPS = [(name, method) for method in ("s-ste", "t-sr-ste") for name in zoo.NAMES]

@@ -27,7 +27,7 @@ SINGLE = {"config.json": "A", "model.safetensors": "A"}
 SHARDED = dict.fromkeys(("config.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors"), "B")
 MODELS = {"none": {}, "single": SINGLE, "sharded": SHARDED, "other": dict.fromkeys(SINGLE, "C")}
 
-FILES = {"config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "sparse24.json"}
 
 
 def write(directory: Path, files: dict[str, str]) -> None:

@@ -23,6 +23,7 @@ from hf_sparse24.hub import picture
 from hf_sparse24.hub.card import BEGIN, END, write_model_card
 from hf_sparse24.hub.picture import by_step, last_evaluation, metrics_of
 from hf_sparse24.methods import METHODS
+from hf_sparse24.methods.settings import SHARED
 
 HISTORY = [{"step": step, "loss": 5 - step / 50, "flip_rate": 0.1 / step} for step in range(1, 101)]
 EVALUATED = [{"step": 50, "eval_loss": 4.2, "eval_runtime": 1.0}, {"step": 100, "eval_loss": 3.25, "eval_runtime": 1.0}]
@@ -112,16 +113,45 @@ def test_a_card_says_how_oneshot_has_pruned(tmp_path):
         SavedConfig.from_dict({"pruning": "x"})
 
 
-@pytest.mark.parametrize("folder", ["plain", "my \"best\"\nmodel\\new 'ü'"])
-def test_the_code_of_a_card_runs(folder, tmp_path):
-    model = patched().eval()
+@pytest.mark.parametrize(
+    ("folder", "settings"),
+    [
+        ("plain", {"method": "t-sr-ste", "target_modules": "all-linear", "masked_decay": 1e-4}),
+        (
+            "my \"best\"\nmodel\\new 'ü'",
+            {"method": "fixed-mask", "weight_grad": "mvue", "layer_patterns": {"up_proj": "1:4"}},
+        ),
+    ],
+)
+def test_the_code_of_a_card_runs(folder, settings, tmp_path):
+    """To load the export, and to train on with a config that has its layers and, of the same method, its settings."""
+    model = patched(**settings).eval()
     export_model(model, tmp_path / folder)
     card = ModelCard(str(make_model_card(model, model_id=str(tmp_path / folder))))
     ids = zoo.batch()["input_ids"]
     names: dict = {}
     exec(code(card, 0), names)
     assert type(names["model"]) is LlamaForCausalLM and torch.equal(names["model"](ids).logits, model(ids).logits)
-    assert "Sparse24Config(method='fixed-mask', ...)" in card.text
+    exec(code(card, 1), names | {"Sparse24Config": Sparse24Config}, names)
+    again = LlamaForCausalLM.from_pretrained(tmp_path / folder, quantization_config=names["quantization_config"])
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    kept = {} if settings["method"] == "t-sr-ste" else settings
+    shared = {name: getattr(sparse_run(model).config, name) for name in SHARED} | {"method": "fixed-mask"} | kept
+    assert sparse_run(again).config == Sparse24Config(**shared) and "None" not in code(card, 1)
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_an_export_has_a_card_that_keeps_what_its_author_wrote(format, tmp_path):
+    model = patched()
+    (tmp_path / "README.md").write_text("# Poems\n\nRead them.\n")
+    export_model(model, tmp_path, "dense")
+    export_model(model, tmp_path, format)
+    text = (tmp_path / "README.md").read_text()
+    assert "# Poems\n\nRead them.\n" in text and text.count(BEGIN) == 1
+    assert ("import hf_sparse24  # tells" in text) == (format == "packed")
+    (tmp_path / "README.md").write_text("---\na: [\n---\n")
+    with pytest.raises(ValueError, match=r"README.md cannot be read, correct it first"):
+        export_model(model, tmp_path)
 
 
 def test_results_stand_beside_the_dense_control():
