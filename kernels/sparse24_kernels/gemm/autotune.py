@@ -252,6 +252,8 @@ def write(table: Table) -> None:
 
 def _parsed(record: list) -> tuple[tuple[str, GemmProblem], Measured | str]:
     environment, (m, n, k, dtype, transposed), found = record
+    if not all(type(size) is int and size > 0 for size in (m, n, k)):
+        raise ValueError(f"{m} x {n} x {k} has a size that is no whole number above 0")
     if not isinstance(found, str):
         found = Measured(int(found[0]), *map(float, found[1:]))
         if not (found.sparse_us > 0 and found.dense_us > 0):
