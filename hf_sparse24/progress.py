@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
 from logging import Logger
 from typing import Any, cast
 
@@ -76,11 +75,6 @@ def count(number: int, unit: str) -> str:
     """Return a number of things in words, such as `"1 batch"` or `"12 batches"`, for `unit` in the singular."""
     plural = unit if number == 1 else f"{unit}es" if unit.endswith(("ch", "s", "x")) else f"{unit}s"
     return f"{number:,} {plural}"
-
-
-def until(seconds: float) -> str:
-    """Return how long something takes and when it ends, such as `"24 min, until 2026-11-28 13:05"`."""
-    return f"{duration(seconds)}, until {datetime.now() + timedelta(seconds=seconds):%Y-%m-%d %H:%M}"
 
 
 def duration(seconds: float) -> str:

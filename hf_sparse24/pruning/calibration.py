@@ -6,12 +6,13 @@ import time
 from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..progress import Progress, count, get_logger, until
+from ..progress import Progress, count, duration, get_logger
 from ..weights.sparse_weight import SparseWeight
 from ..weights.storage import layer_name
 from .prune_layer import Options
@@ -165,8 +166,9 @@ def calibrate(
             yield block
             hooks.unpruned -= block.weights.keys()
             if number == first and blocks:
-                rest = until(len(blocks) * (time.monotonic() - start))
-                logger.info(f"pruning the other {count(len(blocks), 'block')} takes about {rest}")
+                rest = len(blocks) * (time.monotonic() - start)
+                takes = f"{duration(rest)}, until {datetime.now() + timedelta(seconds=rest):%Y-%m-%d %H:%M}"
+                logger.info(f"pruning the other {count(len(blocks), 'block')} takes about {takes}")
 
 
 def is_starved(name: str, tokens: int) -> bool:
