@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from sparse24_kernels.prune import mask_gradient
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..weights.encodings import Wanted
-from ..weights.gemms import PRUNED
+from ..weights.gemms import MASK, PRUNED
 from ..weights.sparse_weight import SparseWeight
-from .sparse_module import Made, PackedModule, SparseModule, reject_tracing, straight_through
+from .sparse_module import Made, PackedModule, SparseModule, reject_tracing
 
 
 class StackedExperts(Made, nn.Module):
@@ -68,9 +70,27 @@ class SparseExperts(StackedExperts, SparseModule):
             run.expect_controller()
         pruned = {}
         for weight in weights:
-            (out_in,) = weight.encoded([Wanted(PRUNED)], weight.parameter.dtype)
-            pruned[weight.name] = straight_through(weight, weight.storage.out_in(out_in))
+            parameter, mask = weight.parameter, None
+            (out_in,) = weight.encoded([Wanted(PRUNED)], parameter.dtype)
+            if weight.method.keeps_zeros and parameter.requires_grad and torch.is_grad_enabled():
+                (mask,) = weight.encoded([Wanted(MASK)], parameter.dtype)
+            pruned[weight.name] = _StraightThrough.apply(parameter, weight.storage.out_in(out_in), mask)
         return self.forward_with(pruned, *args, **kwargs)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The pruned weight that stands for a master, whose gradient is the master's, or that of `mask * master`."""
+
+    @staticmethod
+    def forward(ctx, master: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(mask)
+        return torch.ops.aten._unsafe_view(value, value.shape)  # the same memory, and no view that autograd guards
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (mask,) = ctx.saved_tensors
+        return grad if mask is None else mask_gradient(grad, mask), None, None
 
 
 class PackedExperts(StackedExperts, PackedModule):

@@ -2,18 +2,14 @@
 
 from collections.abc import Hashable
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from sparse24_kernels.prune import mask_gradient
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ..facts import MARKER
 from ..weights import sharding
-from ..weights.encodings import Wanted
-from ..weights.gemms import MASK
 from ..weights.sparse_weight import SparseWeight, wrong_state
 
 
@@ -91,30 +87,6 @@ def reject_tracing() -> None:
         raise RuntimeError(f"ONNX and TorchScript have no 2:4 operators: convert a dense model with zeros, {way}")
 
 
-def straight_through(weight: SparseWeight, pruned: Tensor) -> Tensor:
-    """The `pruned` weight that stands for a master in a training forward, whose gradient is the master's. Where the
-    method keeps zeros, dropped weights get none."""
-    parameter = weight.parameter
-    keeps_zeros = weight.method.keeps_zeros and parameter.requires_grad and torch.is_grad_enabled()
-    mask = weight.encoded([Wanted(MASK)], parameter.dtype)[0] if keeps_zeros else None
-    return cast(Tensor, _StraightThrough.apply(parameter, pruned, mask))
-
-
-class _StraightThrough(torch.autograd.Function):
-    """What stands for a master, whose gradient is the master's, or that of `mask * master`."""
-
-    @staticmethod
-    def forward(ctx, master: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        ctx.save_for_backward(mask)
-        return torch.ops.aten._unsafe_view(value, value.shape)  # the same memory, and no view that autograd guards
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (mask,) = ctx.saved_tensors
-        return grad if mask is None else mask_gradient(grad, mask), None, None
-
-
 @torch.no_grad()
 def make_dense(weight: SparseWeight, result: Tensor | None = None) -> None:
     """Make the module of a weight what it was, with `result` written into the Parameter, or the master as it is."""
@@ -149,9 +121,8 @@ class PackedModule(WeightModule):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         for key in {prefix + name for name in self.sparse24} & state_dict.keys():
-            errors.append(
-                f"{key} is packed and takes no dense weight: load it after unpack_model(model), then pack again"
-            )
+            way = "load it after unpack_model(model), then pack again"
+            errors.append(f"{key} is packed and takes no dense weight: {way}")
 
 
 class SparseModule(WeightModule):
