@@ -72,7 +72,12 @@ class StepMasks:
             for weight in self.trained.values():
                 weight.init_state()
         if method.keeps_zeros and not is_dense:
-            self._zero_dropped()
+            # Moments of a dense start and optimizers such as Muon move what masks drop without a gradient, and a
+            # patched dense model begins with its own weights.
+            for weight in first_of_each(self.trained).values():
+                if weight.master.requires_grad:
+                    values = local(weight.master)
+                    masked_decay_(values, values, weight.local_mask(packed=True), -1.0)  # w - w
         # Of a step and of the refresh after it. Where weights are sharded all processes count; `flips` may be read by
         # one. Otherwise they are counted when somebody reads them.
         if any(is_sharded(self._weights[name].master) for name in self._before):
@@ -115,14 +120,6 @@ class StepMasks:
             if not weight.state.is_ready or (turns_sparse and name in self.trained):
                 weight.init_state()
         return turns_sparse
-
-    def _zero_dropped(self) -> None:
-        """Set what the masks drop to zero: moments of a dense start and optimizers such as Muon move it without a
-        gradient, and a patched dense model begins with its own weights."""
-        weights = [weight for weight in first_of_each(self.trained).values() if weight.master.requires_grad]
-        for weight in weights:
-            values = local(weight.master)
-            masked_decay_(values, values, weight.local_mask(packed=True), -1.0)  # w - w
 
 
 def trains(weight: SparseWeight) -> bool:
