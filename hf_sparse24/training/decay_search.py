@@ -1,9 +1,4 @@
-"""The search for a masked decay by probes of the warm-up (Hu et al. 2024, 4.3).
-
-A decay is feasible when masks flip somewhat less at the end of the warm-up than the would-be masks of dense training:
-mu = (flip rate, sparse) / (flip rate, dense) within [0.60, 0.95]. At mu >= 1 masks never settle; far below, they freeze
-before anything is learnt. mu falls as the decay grows, so the grid is bisected: ten candidates take four probes.
-"""
+"""The search for a masked decay by probes of the warm-up: `Sparse24Trainer.tune_masked_decay` says how and why."""
 
 import copy
 import random
@@ -32,7 +27,7 @@ from .step_masks import fresh_masks
 logger = get_logger(__name__)
 
 CANDIDATES = (2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2)
-FEASIBLE = (0.60, 0.95)
+FEASIBLE = (0.60, 0.95)  # mu; at 1 and above masks never settle, and far below they freeze before anything is learnt
 MIDDLE = sum(FEASIBLE) / 2
 MIN_STEPS = 4
 STEPS_WITHOUT_WARM_UP = 100
