@@ -9,7 +9,7 @@ from expert_models import EXPERTS, patched
 from sparse_models import logits
 from torch import nn
 
-from hf_sparse24 import Sparse24Config, oneshot, pack_model, patch_model, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, pack_model, patch_model, sparse_weights, unpatch_model
 from hf_sparse24.tools import doctor
 
 
@@ -99,17 +99,6 @@ def test_doctor_lists_experts_as_dense_math():
     without = zoo.build("mixtral")
     patch_model(without, Sparse24Config())
     assert doctor.problems(without, 32, torch.bfloat16, torch.device("cuda")) == []
-
-
-def test_oneshot_says_that_it_does_not_calibrate_experts():
-    model = zoo.build("mixtral")
-    data = [zoo.batch()["input_ids"]]
-    with pytest.raises(ValueError, match=r"is a stack of experts.*exclude_modules=\['experts.down_proj', 'ex"):
-        oneshot(model, data, Sparse24Config(method="fixed-mask", target_modules="all-linear"))
-    assert not sparse_weights(model)
-    config = Sparse24Config(method="fixed-mask", target_modules="all-linear", exclude_modules=["experts"])
-    oneshot(model, data, config, reconstruct=None)
-    assert len(sparse_weights(model)) == 8
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
