@@ -18,6 +18,7 @@ from ..patching.ownership import adopt, unwrap
 from ..patching.report import FINISHED
 from ..progress import get_logger
 from ..run import SparseRun, set_phase
+from ..weights.sharding import rank
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import TRAINED
 from .checks import check_ranks_agree
@@ -115,7 +116,7 @@ class Sparse24Controller:
         except ValueError:
             self.end()
             raise
-        self._streams.set(self.seed, self.step, self.micro_step)
+        self._streams.set(self.seed, rank(), self.step, self.micro_step)
         self.run.open_step = object()
         self._hooks = self._followed.follow(self._before_step, self._change_gradients, self._after_step)
 
@@ -144,7 +145,7 @@ class Sparse24Controller:
     def after_micro_step(self) -> None:
         """Call after the backward pass of each micro-batch but a step's last: the next draws other MVUE samples."""
         self.micro_step += 1
-        self._streams.set(self.seed, self.step, self.micro_step)
+        self._streams.set(self.seed, rank(), self.step, self.micro_step)
 
     def skip_step(self) -> None:
         """Count a step that the optimizer did not take, for a loop that counts such steps."""
@@ -208,7 +209,7 @@ class Sparse24Controller:
         self.run.record(finished=False)
         set_phase(self.model, state["phase"] if state["finished"] else self.phase)
         self.run.record(finished=bool(state["finished"]))
-        self._streams.set(self.seed, self.step, self.micro_step)
+        self._streams.set(self.seed, rank(), self.step, self.micro_step)
 
     @property
     def keeps_phase(self) -> bool:
@@ -239,7 +240,7 @@ class Sparse24Controller:
             has_been_sparse = method.phase(first, self.total_steps, self.optimizer) != DENSE_PHASE
             self.run.record(finished=self.run.phase != "sparse" and has_been_sparse)
         self._masks.finish_step(not keeps_state and self.run.method.refreshes_state(self.step, self.total_steps))
-        self._streams.set(self.seed, self.step, self.micro_step)
+        self._streams.set(self.seed, rank(), self.step, self.micro_step)
         self.run.open_step = object() if self.step < self.total_steps else None
         for weight in self.weights.values():
             weight.clear_encodings()

@@ -12,7 +12,7 @@ from ..extensions import adapters_in
 from ..progress import get_logger
 from ..run import SparseRun, set_phase
 from ..weights.rules import method_mask
-from ..weights.sharding import compute_device, is_sharded, local, rank, total
+from ..weights.sharding import compute_device, is_sharded, local, total
 from ..weights.sparse_weight import SparseWeight, first_of_each, sparse_weights
 from ..weights.storage import layer_name
 
@@ -20,8 +20,7 @@ logger = get_logger(__name__)
 
 
 class StepMasks:
-    """The masks and the state of a run's sparse weights around each optimizer step. All processes must call what
-    measures."""
+    """The masks and the state of a run around each optimizer step. All processes must call what measures."""
 
     def __init__(self, model: nn.Module, run: SparseRun, weights: Mapping[str, SparseWeight]):
         self._model, self._run, self._weights = model, run, weights
@@ -85,8 +84,7 @@ class StepMasks:
 
     @property
     def flips(self) -> dict[str, Tensor]:
-        """How many entries of each weight entered or left its mask in the last measured step or refresh: by name 0-d
-        tensors, over all processes; empty before the first."""
+        """Entries of each weight, over all processes, that entered or left its mask in the last measurement."""
         if self._before:
             self._count()
         return self._flips
@@ -111,8 +109,7 @@ class StepMasks:
         return float(sum(self.flips.values())) / sum(self._weights[name].master.numel() for name in self.flips)
 
     def enter_phase(self, phase: str) -> bool:
-        """Set the phase of the model. State starts from the weights where it turns sparse, which is returned, and where
-        there is none yet."""
+        """Set the phase; make state where there is none, and where the model turns sparse, which is returned."""
         was_dense = self._run.is_dense
         set_phase(self._model, phase)
         turns_sparse = was_dense and not self._run.is_dense
@@ -155,10 +152,8 @@ def kept_magnitude(weights: Mapping[str, SparseWeight]) -> float:
 
 
 class RandomStreams:
-    """Fixes the draws of a model's weights until `end`; then every draw is a new one again.
-
-    Each weight gets a scalar of one int64 tensor per device, so that a micro-step costs one copy to each device.
-    """
+    """Fixes the draws of a model's weights until `end`, each by a scalar of one int64 tensor per device: a micro-step
+    costs one copy to each device."""
 
     def __init__(self, weights: list[SparseWeight]):
         self._weights = weights
@@ -170,8 +165,8 @@ class RandomStreams:
         for index, (weight, device) in enumerate(zip(weights, devices)):
             weight.rng_key = self._keys[device][index]
 
-    def set(self, seed: int, step: int, micro_step: int) -> None:
-        begun = {by_rank: _mix(0, seed + rank() * by_rank, step, micro_step) for by_rank in set(self._by_rank)}
+    def set(self, seed: int, rank: int, step: int, micro_step: int) -> None:
+        begun = {by_rank: _mix(0, seed + rank * by_rank, step, micro_step) for by_rank in set(self._by_rank)}
         values = [_mix(begun[by_rank], i) >> 1 for i, by_rank in enumerate(self._by_rank)]
         fresh = torch.tensor(values, dtype=torch.int64, device="cpu")
         for keys in self._keys.values():
@@ -184,8 +179,7 @@ class RandomStreams:
 
 
 def _mix(state: int, *numbers: int) -> int:
-    """A 64-bit hash of a few integers (the finaliser of splitmix64), so that nearby numbers give unrelated streams; the
-    last ones may be hashed on from the `state` of those before."""
+    """A 64-bit hash of integers (the finaliser of splitmix64), which may go on from the `state` of those before."""
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) % 2**64
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
