@@ -19,6 +19,7 @@ from ..facts import MARKER
 from ..packed_format import PACKED_INDEX, PackedFormat
 from ..patching import ownership
 from ..patching.masters import packed_config
+from ..patching.packing import mark_packed
 from ..patching.refusals import reject_non_finite
 from ..patching.surgery import patch_model
 from ..run import SparseRun, sparse_run, wants_packed_master
@@ -163,7 +164,8 @@ class Sparse24Quantizer(HfQuantizer):
         else:
             # Of no export, and without the heads that the model's class lacks.
             own = PackedFormat(ownership.packed_patterns(model), packed.values)
-            model.config.quantization_config = self.quantization_config = packed_config(self.saved, own)
+            self.quantization_config = packed_config(self.saved, own)
+            mark_packed(model, self.quantization_config)
 
     def is_serializable(self) -> bool:
         return True

@@ -227,12 +227,11 @@ def _loading(model: nn.Module, run: SparseRun, format: Format, values: str, mode
 
 
 def _training_on(config: Sparse24Config) -> str:
-    fields = config.fields() if config.method == ONESHOT_METHOD else vars(config)  # without settings of the method
+    fields = config.fields() if config.method == ONESHOT_METHOD else vars(config) | {"method": ONESHOT_METHOD}
     defaults = Sparse24Config(ONESHOT_METHOD).fields() | {"method": None}
-    given = {name: fields[name] for name in defaults if name in fields and fields[name] != defaults[name]}
-    settings = ", ".join(f"{name}={value!r}" for name, value in (given | {"method": ONESHOT_METHOD}).items())
+    given = [f"{name}={fields[name]!r}" for name in defaults if fields.get(name, defaults[name]) != defaults[name]]
     text = "To train on while the zeros stay where they are, pass this of hf_sparse24 to `from_pretrained` too:"
-    return f"{text}\n\n{_python(f'quantization_config = Sparse24Config({settings})')}"
+    return f"{text}\n\n" + _python(f"quantization_config = Sparse24Config({', '.join(given)})")
 
 
 def _results(ours: Mapping[str, float], dense: Mapping[str, float], control_name: str) -> str:

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from sparse24_kernels.checks import INPUTS
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -123,6 +124,14 @@ class PackedModule(WeightModule):
         for key in {prefix + name for name in self.sparse24} & state_dict.keys():
             way = "load it after unpack_model(model), then pack again"
             errors.append(f"{key} is packed and takes no dense weight: {way}")
+
+    def _apply(self, fn, recurse=True):
+        for packed in (weight.storage.packed for weight in self.sparse24.values()):
+            dtype, mask = (fn(torch.empty(0, dtype=dtype, device="cpu")).dtype for dtype in (packed.dtype, torch.uint8))
+            if dtype not in INPUTS or mask != torch.uint8:
+                way = "model.to() casts to fp16, bf16, fp32 and fp64; for others call unpack_model(model) first"
+                raise ValueError(f"packed weights cannot be cast to {dtype}, with masks in {mask}: {way}")
+        return super()._apply(fn, recurse)
 
 
 class SparseModule(WeightModule):

@@ -86,7 +86,7 @@ def write_config(model: nn.Module, run: SparseRun) -> None:
 
 def forget_quantizer(model: PreTrainedModel) -> None:
     """Remove Transformers' marks of a quantized model, which refuses `.float()`, `.half()` and training."""
-    for name in {"hf_quantizer", "quantization_method"} & set(model.__dict__):
+    for name in {"hf_quantizer", "quantization_method", "half", "float"} & set(model.__dict__):
         delattr(model, name)
     model.is_quantized = False  # type: ignore[assignment]  # a bool that Module's types do not know
     for module in model.modules():

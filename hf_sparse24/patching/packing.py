@@ -1,6 +1,7 @@
 """pack_model and unpack_model: inference from packed weights, without the dense master weights."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -142,6 +143,8 @@ def mark_packed(model: PreTrainedModel, config: SavedConfig) -> None:
     model.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
     model.is_quantized = True  # type: ignore[assignment]  # a bool that Module's types do not know
     model.quantization_method = config.quant_method  # type: ignore[assignment]  # as above
+    # Transformers' own refuse a quantized model, which this one need not be: casts are exact or round as ever.
+    model.half, model.float = partial(nn.Module.half, model), partial(nn.Module.float, model)  # type: ignore[method-assign]
     # Packed tensors and all others keep the names of the model's own `state_dict` in files.
     model._weight_conversions = []  # type: ignore[assignment]  # a list that Module's types do not know
 

@@ -16,12 +16,10 @@ from ..extensions import is_adapter
 from ..weights.input_dim import input_dim_of
 from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import layer_name
-from .merging import refuse_shared_merges
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError where an adapter, active or not, computes with the dense weight of a sparse layer.
-    Those whose merge would change another layer too refuse to merge from now on."""
+    """Raise ValueError where an adapter, active or not, computes with the dense weight of a sparse layer."""
     names = {layer_name(name) for name in sparse_weights(model)}
     kinds = set()
     for name, module in model.named_modules():
@@ -35,7 +33,6 @@ def check_adapters(model: nn.Module) -> None:
                 way = "call unpatch_model(model) before you add it, or use LoRA"
                 raise ValueError(f"{adapter} computes with the layer's dense weight, not with its sparse one; {way}")
             kinds.add(kind)
-    refuse_shared_merges(model)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ it was before the merge, bit for bit.
 
 import warnings
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -135,29 +134,20 @@ def unmerge(adapter: Any, *args: Any, **kwargs: Any) -> None:
         before.restore()
 
 
-def refuse_shared_merges(model: nn.Module) -> None:
-    """Let adapters in a sparse model whose weight another layer has too, as in `layer_replication`, refuse to merge.
-    PEFT would change both layers; it warns of tied embeddings alone."""
+def sharing_adapters(model: nn.Module) -> list[str]:
+    """The adapters in a sparse model whose weight another layer has too, as with PEFT's `layer_replication`."""
     uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    shared = []
-    for name, adapter in model.named_modules() if sparse_weights(model, Storage) else ():
-        weight = id(adapter.get_base_layer()._parameters.get("weight")) if is_adapter(adapter) else id(None)
-        if weight != id(None) and uses[weight] > 1 and ("merge" in vars(adapter) or weight not in embeddings):
-            adapter.merge = partial(_refuse_merge, name)
-            shared.append(name)
-    if shared:
-        logger.warning(f"{len(shared)} adapters share weights, so they train and are not merged, such as {shared[0]}")
-
-
-def _refuse_merge(name: str, *args: Any, **kwargs: Any) -> None:
-    way = "keep the adapter, leave both layers out of target_modules, or copy the weight of one before patch_model"
-    raise ValueError(f"{name} shares its weight with another layer, which a merge would change too: {way}")
+    del uses[id(None)]
+    is_sparse = bool(sparse_weights(model, Storage))
+    own = {name: one for name, one in model.named_modules() if is_adapter(one) and (is_sparse or "merge" in vars(one))}
+    return [name for name, one in own.items() if uses[id(one.get_base_layer()._parameters.get("weight"))] > 1]
 
 
 def check_mergeable(model: nn.Module) -> None:
     """Raise ValueError where the active adapters cannot be merged into sparse layers, before PEFT merges any layer."""
-    refuse_shared_merges(model)
+    if shared := sharing_adapters(model):
+        way = "keep the adapter, leave both layers out of target_modules, or copy the weight of one before patch_model"
+        raise ValueError(f"{shared[0]} shares its weight with another layer, which a merge would change too: {way}")
     for adapter in adapters_in(model):
         if "merge" not in vars(adapter) or adapter.merged:
             continue

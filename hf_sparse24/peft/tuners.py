@@ -23,7 +23,7 @@ from ..weights.sparse_weight import sparse_weights
 from ..weights.storage import PACKED, Storage, name_without_adapters
 from .attaching import attaching
 from .bypass import check_adapters
-from .merging import check_mergeable, warn_of_filled_zeros
+from .merging import check_mergeable, sharing_adapters, warn_of_filled_zeros
 
 logger = get_logger(__name__)
 
@@ -73,6 +73,10 @@ class SparseAware:
         record_base(model, self.peft_config[adapter_name])
         super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]  # the tuner's
         check_adapters(model)
+        if shared := sharing_adapters(model):
+            logger.warning(
+                f"{len(shared)} adapters share weights, so they train and are not merged, such as {shared[0]}"
+            )
         adopt(model)  # copies that `modules_to_save` trains
 
     def _prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:

@@ -260,6 +260,26 @@ def test_dtypes_at_loading(tmp_path):
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, dense.bfloat16())
 
 
+@pytest.mark.parametrize("values", ["float", "int8"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_casts(name, values, tmp_path):
+    """As of any model, where Transformers refuses them to a quantized one; other dtypes are refused with a way."""
+    model = patched(name)
+    export_model(model, tmp_path, "packed", values=values)
+    pack_model(model, values)
+    for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path), copy.deepcopy(model)):
+        for cast, dtype in ((one.half, torch.float16), (one.float, torch.float32), (one.bfloat16, torch.bfloat16)):
+            assert cast() is one and logits(one).dtype == dtype
+            assert {weight.storage.packed.dtype for weight in sparse_weights(one, PACKED).values()} == {dtype}
+        for cast in (partial(one.to, torch.float8_e4m3fn), partial(one.type, torch.float16)):
+            with pytest.raises(
+                ValueError, match=r"packed weights cannot be cast to .*call unpack_model\(model\) first"
+            ):
+                cast()
+        logits(one.bfloat16())
+        unpack_model(one).half()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_model_that_accelerate_spreads_over_devices(name):
     """Its hooks keep the forward that each module had when it was loaded."""
