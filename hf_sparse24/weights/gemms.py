@@ -82,8 +82,11 @@ class Gemm:
         self, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
     ) -> GemmPlan:
         """What runs this GEMM, and why (see `sparse24_kernels.gemm.plan_gemm`). Plans are kept: every pass asks."""
-        make = _kept_plan if type(tokens) is int and not torch.compiler.is_compiling() else _make_plan
-        return make(self, tokens, out, inputs, dtype, device, backend)
+        problem = self.problem(tokens, out, inputs, dtype)
+        if problem is None:
+            return GemmPlan(DENSE, self.unsupported() or "")
+        make = _kept_plan if type(tokens) is int and not torch.compiler.is_compiling() else plan_gemm
+        return make(problem, device, backend)
 
     def wanted(self, plan: GemmPlan) -> Wanted:
         """The encoding of the weight that the plan takes. The grad_input GEMM's operand is the transpose."""
@@ -114,16 +117,7 @@ class Gemm:
         return mvue_unchecked(operand, n, m, dim % operand.dim(), how, key, form)
 
 
-def _make_plan(
-    gemm: Gemm, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
-) -> GemmPlan:
-    problem = gemm.problem(tokens, out, inputs, dtype)
-    if problem is None:
-        return GemmPlan(DENSE, gemm.unsupported() or "")
-    return plan_gemm(problem, device, backend)
-
-
-_kept_plan = lru_cache(maxsize=4096)(_make_plan)
+_kept_plan = lru_cache(maxsize=4096)(plan_gemm)
 ON_CHANGE.append(_kept_plan.cache_clear)
 
 
@@ -136,11 +130,8 @@ class Gemms(NamedTuple):
 
 
 def standard_gemms(pattern: Pattern, settings: object, transposable: bool, own_grad_input: bool) -> Gemms:
-    """The GEMMs of a method that multiplies by a pruned weight, forward and backward.
-
-    `settings` has fields of `methods.settings.GemmSettings`, or lacks them. `transposable`: whether the weight of the
-    grad_input GEMM has the pattern along the output dimension too. `own_grad_input`: whether it is another one.
-    """
+    """The GEMMs of a method that multiplies by a pruned weight, by those fields of `GemmSettings` that `settings` has;
+    `transposable` and `own_grad_input` are about the weight of the grad_input GEMM, as in `SparseMethod`."""
     words = {"dense": "none", "2:4": "magnitude"}
     given = [getattr(settings, name, "dense") for name in ("activations", "input_grad", "weight_grad")]
     output, inputs, weights = (words.get(how, how) for how in given)
