@@ -177,14 +177,11 @@ class Sparse24Trainer(Trainer):
         # Where nothing sparse trains, as below adapters or after a dense tail, any optimizer will do.
         is_trained = run is not None and not run.facts.finished and any(map(trains, sparse_weights(model).values()))
         if self.optimizer is None and run is not None and is_trained:
-            names = set(self.get_decay_parameter_names(model))
-            own = run.method.make_optimizer(
-                step_param_groups(model, self.args.weight_decay, names),
-                total_steps=max(self.state.max_steps, self.args.max_steps),  # train() has set the first
-                lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2),
-                eps=self.args.adam_epsilon,
-            )
+            args = self.args
+            groups = step_param_groups(model, args.weight_decay, self.get_decay_parameter_names(model))
+            total_steps = max(self.state.max_steps, args.max_steps)  # train() has set the first
+            adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            own = run.method.make_optimizer(groups, total_steps, **adam)
             if own is not None:
                 _reject_another_optimizer(self, run.method.name)
                 self.optimizer = self._own_optimizer = own
@@ -239,8 +236,7 @@ def _reject_another_optimizer(trainer: Trainer, method: str) -> None:
     args, defaults = trainer.args, (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
     values: list[tuple[str, object]] = [("optim", OptimizerNames(args.optim).value), ("optim_args", args.optim_args)]
     values += [("optimizer_cls_and_kwargs", trainer.optimizer_cls_and_kwargs)]
-    asked = [f"{name}={value!r}" for name, value in values if value and value not in defaults]
-    if asked:
+    if asked := [f"{name}={value!r}" for name, value in values if value and value not in defaults]:
         used = "learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay"
         way = "leave the others at their defaults, or take another method"
         raise ValueError(f"{', '.join(asked)}: method {method!r} makes its own optimizer, from {used}; {way}")
