@@ -58,9 +58,8 @@ class DecayTuning(TableReport):
 
 
 def tune_masked_decay(trainer: Trainer, candidates: tuple[float, ...], steps: int | None) -> DecayTuning:
-    """Probe dense training and, by bisection, candidates: each by the trainer's own `train()` on a copy of the model,
-    with a fresh optimizer, the run's learning rates and first batches, for `steps`; sparse ones leave out the run's
-    dense phases, where no decay acts. The trainer's model, optimizer, random states and data order stay as they are."""
+    """Probe dense training and, by bisection, candidates: each by the trainer's own `train()` on a copy of the model;
+    sparse ones leave out the run's dense phases, where no decay acts. The trainer and its random states stay as is."""
     run = sparse_run(model_of(trainer))
     if run is None or run.facts.finished or not isinstance(run.method, MaskedDecayMethod):
         raise ValueError(f"method {run and run.config.method!r} has no masked_decay that acts now; set a number")
@@ -109,9 +108,10 @@ def probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
             Sparse24Callback.add_to(copied, check_reference=False)
         copied.create_accelerator_and_postprocess()  # another loss scale
         copied.train()
-    if watch.done < watch.steps or not watch.flips:
+    done = copied.state.global_step
+    if done < watch.steps or not watch.flips:
         way = f"give steps at least {MIN_STEPS} and at most those of the run, or set masked_decay to a number"
-        raise ValueError(f"a probe of steps={watch.steps} ended after {watch.done}: {way}")
+        raise ValueError(f"a probe of steps={watch.steps} ended after {done}: {way}")
     return sum(watch.flips) / len(watch.flips)
 
 
@@ -119,7 +119,7 @@ class _Watch(TrainerCallback):
     """Counts the flips of the masks that the weights ask for, whatever masks the model holds, and ends the probe."""
 
     def __init__(self, weights: dict[str, SparseWeight], steps: int | None):
-        self.weights, self.steps, self.done = weights, steps or 0, 0
+        self.weights, self.steps = weights, steps or 0
         self.size = sum(weight.parameter.numel() for weight in weights.values())
         self.flips: list[float] = []
         self.last: list[Tensor] | None = None
@@ -129,10 +129,9 @@ class _Watch(TrainerCallback):
         self.steps = self.steps or (warm_up if warm_up >= MIN_STEPS else min(STEPS_WITHOUT_WARM_UP, state.max_steps))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self.done = state.global_step
-        if self.done >= self.steps - self.steps // 4:
+        if state.global_step >= self.steps - self.steps // 4:
             masks = fresh_masks(self.weights, kwargs["model"])
             if self.last is not None:
                 self.flips.append(int(count_flips(self.last, masks).sum()) / self.size)
             self.last = masks
-        control.should_training_stop |= self.done >= self.steps
+        control.should_training_stop |= state.global_step >= self.steps
