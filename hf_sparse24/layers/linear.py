@@ -37,8 +37,6 @@ from ..weights.encodings import Wanted
 from ..weights.gemms import MASK, Gemm, Gemms
 from .sparse_module import SparseModule, reject_tracing
 
-_same = torch.ops.aten._unsafe_view.default
-
 
 class _Pass(NamedTuple):
     """How a forward and its backward compute, besides their tensors. `encode` makes the operand of grad_input in
@@ -66,7 +64,7 @@ class _SparseLinearFunction(torch.autograd.Function):
         ctx.how, ctx.weight_dtype = how, weight.dtype
         output = _output(gemm, how.output_plan, x, output_weight, bias)
         # Autograd refuses to change a view from in here in place, as adapters do; this is the same memory, no view.
-        return _same(output, output.shape)
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     @once_differentiable  # a second derivative would be another function's, and must not pass for this one's
@@ -142,9 +140,7 @@ class Sparse24Layer(SparseModule):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        weight, turned = sparse.parameter, sparse.input_dim == -2
-        if turned:
-            weight = weight.t()
+        weight, turned = sparse.storage.out_in(sparse.parameter), sparse.input_dim == -2
         run, rng_key, (out, inputs) = sparse.run, sparse.rng_key, weight.shape
         gemms = method.gemms
         tokens, backend = x.numel() // inputs, run.backend
@@ -193,5 +189,3 @@ class Sparse24Conv1D(Sparse24Layer, Conv1D):
         weight: the dense master weight, a Parameter `[in, out]`. `sparse_weight()` is what the GEMMs use.
         bias: `[out]`, as in the dense layer.
     """
-
-    __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"

@@ -29,8 +29,7 @@ ROWS = 32  # it has a multiple of these
 
 
 class _PackedLinearFunction(torch.autograd.Function):
-    """`x W^T + b` with gradients for x, b and, of a packed master, its values. The backward pass makes casts and dense
-    weights again. `method` is None of a frozen weight."""
+    """`x W^T + b` with gradients for x, b and a packed master's values. `method` is None of a frozen weight."""
 
     @staticmethod
     def forward(ctx, x, values, mask, scales, m, bias, input_dim, dtype, method):
@@ -85,8 +84,7 @@ def _multiply(x: Tensor, packed: Packed, bias: Tensor | None, input_dim: int) ->
 def pack_weight(
     module: nn.Module, name: str, input_dim: int, packed: Packed, run: SparseRun | None = None, trains: bool = True
 ) -> None:
-    """Put `packed` in place of the Parameter `name`, or of its packed form. With a `run` it is a packed master: the
-    values are a Parameter, which `trains` or is frozen."""
+    """Put `packed` in place of the Parameter `name`, or of its packed form; with a `run`, as a packed master."""
     storage = (PackedFrozen if run is None else PackedMaster)(module, name, input_dim)
     storage.pattern = packed.pattern
     module.__dict__.setdefault("sparse24", {})[name] = weight = SparseWeight(storage, run, packed.pattern)
@@ -177,5 +175,3 @@ class PackedConv1D(PackedLayer, Conv1D):  # type: ignore[misc]  # as above
         weight: the dense `[in, out]` weight with its zeros, a fresh copy at every read; writes to it are lost.
         bias: `[out]`, as in the dense layer.
     """
-
-    __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"

@@ -80,8 +80,7 @@ def reject_transforms() -> None:
 
 
 def reject_tracing() -> None:
-    """Raise RuntimeError where torch.func transforms the forward, or ONNX or TorchScript records it; torch.compile and
-    torch.export are at home."""
+    """Raise RuntimeError where torch.func transforms the forward, or ONNX or TorchScript records it."""
     reject_transforms()
     if torch.jit.is_tracing() or (torch.compiler.is_exporting() and _makes_onnx()):
         way = "from_pretrained(directory) after export_model(model, directory), or unpack_model(model) of a packed one"
@@ -105,6 +104,7 @@ class WeightModule(nn.Module):
 
     sparse24: dict[str, SparseWeight]
     dense_class: type[nn.Module]
+    __repr__ = nn.Module.__repr__  # Conv1D's own says "Conv1D"
 
     def _replicate_for_data_parallel(self):
         way = "start one process for each GPU (torchrun, accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)"
@@ -168,8 +168,7 @@ class SparseModule(WeightModule):
             names = list(weight.state.in_model(key))
             if any(name in state_dict for name in names):
                 weight.state.is_ready = True
-                wrong = wrong_state(weight)
-                if wrong:
+                if wrong := wrong_state(weight):
                     errors.append(f"{key}: {wrong}; the checkpoint is damaged, load another one")
                     continue
             elif not weight.state.is_ready and key in state_dict:
