@@ -3,13 +3,8 @@
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-STACKS = {
-    "InklingSharedExperts": -1,
-    "JetMoeParallelExperts": -1,
-    "Llama4TextExperts": -2,
-    "LongcatFlashExperts": -1,
-    "Step3p7Experts": -1,
-}
+STACKS = {"Llama4TextExperts": -2}
+STACKS |= dict.fromkeys(("InklingSharedExperts", "JetMoeParallelExperts", "LongcatFlashExperts", "Step3p7Experts"), -1)
 """Input dimensions by the class of a stack of experts. Transformers' other stacks have the attribute is_transposed."""
 
 

@@ -4,6 +4,7 @@ FSDP2 (`fully_shard`) and Transformers' tensor parallelism keep Parameters as `D
 over the processes of a mesh. These functions take any tensor; a plain one is all of itself.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -63,11 +64,9 @@ def compute_device(tensor: Tensor) -> torch.device:
 def split_like(tensor: Tensor, like: Any) -> Tensor:
     """Split a plain tensor, the same on all processes, as the DTensor `like` is, without communication: masks as the
     weight is. Of scales, which have other dimensions, only those of a stack are divided, by its matrices."""
-    divided = range(like.dim() if tensor.dim() == like.dim() else like.dim() - 2)
-    kept = [
-        placement if placement.is_replicate() or placement.dim % like.dim() in divided else Replicate()
-        for placement in like.placements
-    ]
+    dims = like.dim()
+    divided = range(dims if tensor.dim() == dims else dims - 2)
+    kept = [each if each.is_replicate() or each.dim % dims in divided else Replicate() for each in like.placements]
     return distribute_tensor(tensor, like.device_mesh, kept, src_data_rank=None)
 
 
@@ -75,16 +74,13 @@ def cuts(tensor: Any, dim: int, unit: int) -> bool:
     """Whether `tensor` is split along dimension `dim` into parts that are no multiples of `unit`."""
     if not is_sharded(tensor):
         return False
-    parts = 1
-    for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
-        if not placement.is_replicate() and placement.dim % tensor.dim() == dim % tensor.dim():
-            parts *= size
+    placed, dims = zip(tensor.device_mesh.shape, tensor.placements), tensor.dim()
+    parts = math.prod(size for size, each in placed if not each.is_replicate() and each.dim % dims == dim % dims)
     return parts > 1 and tensor.shape[dim] % (parts * unit) != 0
 
 
 def total(sums: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
-    """The sums over whole tensors, stacked on the first one's device, from those over what this process holds; all
-    processes must call."""
+    """Sums over whole tensors, stacked on the first one's device, from those over parts; all processes must call."""
     result = torch.stack([each.to(sums[0].device) for each in sums])
     layouts: dict[Any, list[int]] = {}
     for index, tensor in enumerate(of):
