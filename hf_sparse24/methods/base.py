@@ -31,9 +31,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from sparse24_kernels import Pattern
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..weights.gemms import Gemms, standard_gemms
 from ..weights.rules import Mask, Rule, mask_of
@@ -61,7 +61,7 @@ class StepContext:
     step: int
     total_steps: int
     phase: str
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     weights: Mapping[str, SparseWeight] = field(repr=False)
 
 
@@ -133,8 +133,7 @@ class SparseMethod:
 
     def __init__(self, settings: Any, pattern: Pattern):
         self.settings, self.pattern = settings, pattern
-        own_grad_input = self.overrides("prune_grad_input")
-        self.gemms: Gemms = standard_gemms(pattern, settings, self.transposable, own_grad_input)
+        self.gemms: Gemms = standard_gemms(pattern, settings, self.transposable, self.overrides("prune_grad_input"))
 
     @classmethod
     def overrides(cls, *hooks: str) -> bool:
@@ -213,17 +212,15 @@ class SparseMethod:
         lengths = self.settings if isinstance(self.settings, PhaseSettings) else PhaseSettings()
         return sparse_steps(total_steps, lengths.dense_start, lengths.dense_tail)
 
-    def phase(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> str:
+    def phase(self, step: int, total_steps: int, optimizer: Optimizer) -> str:
         """How the model computes once `step` optimizer steps are done. Default: what the schedule says."""
         return "sparse" if step in self.schedule(total_steps) else DENSE_PHASE
 
-    def check_run(self, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
+    def check_run(self, total_steps: int, optimizer: Optimizer) -> None:
         """Raise ValueError for a run that cannot work: too few steps, an unresolved setting, another optimizer."""
         self.schedule(total_steps)
 
-    def make_optimizer(
-        self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any
-    ) -> torch.optim.Optimizer | None:
+    def make_optimizer(self, groups: list[dict[str, Any]], total_steps: int, **arguments: Any) -> Optimizer | None:
         """The optimizer that the method needs, None for any. `groups` are those of `step_param_groups`; `arguments` are
         `lr`, `betas` and `eps` as users give them."""
         return None

@@ -40,8 +40,7 @@ class KeptMaskMethod(SparseMethod):
 
     @property
     def both_ways(self) -> str | None:
-        """The solver of `transposable_mask` for masks that are N:M along both dimensions, also for `oneshot`; None for
-        masks along the input dimension."""
+        """The solver of masks that are N:M along both dimensions, also for `oneshot`; None: along the inputs."""
         return "exact" if self.transposable and self.gemms.grad_input.weight == PRUNED else None
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:

@@ -68,8 +68,7 @@ class MaskedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches = [(group, self._gather(group)) for group in self.param_groups]
-        batches = [(group, batch) for group, batch in batches if batch.params]
+        batches = [(group, batch) for group in self.param_groups if (batch := self._gather(group)).params]
         self.before_groups([batch for group, batch in batches if group["masked"]])
         for group, batch in batches:
             if group["masked"]:

@@ -114,8 +114,7 @@ class MethodSettings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            wrong = field.metadata["check"](value)
-            if wrong:
+            if wrong := field.metadata["check"](value):
                 raise ValueError(f"{field.name}={shown(value)}: {wrong}")
 
 
@@ -176,11 +175,9 @@ class MasterSettings(MethodSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.master == "dense":
-            return
         for field in dataclasses.fields(StandardSettings):
             value = getattr(self, field.name, field.default)
-            if value != field.default:
+            if self.master == "packed" and value != field.default:
                 why = "a packed master has no zeros to train densely, and its GEMMs are dense math"
                 way = f"leave {field.name} at {field.default!r}, or take master='dense'"
                 raise ValueError(f"{field.name}={shown(value)}: {why}; {way}")

@@ -118,8 +118,7 @@ class Sparse24Callback(TrainerCallback, ExportableState):
         return callback
 
     def _put_first(self, trainer: Trainer) -> None:
-        """In place of any other: of two, each would apply the masked decay. `restore_callback_states_from_checkpoint`
-        makes another."""
+        """In place of any other, as `restore_callback_states_from_checkpoint` makes one: two would decay twice."""
         callbacks = trainer.callback_handler.callbacks
         others = [callback for callback in callbacks if not isinstance(callback, Sparse24Callback | ConsoleFilter)]
         printing = [i for i, callback in enumerate(others) if isinstance(callback, ProgressCallback | PrinterCallback)]

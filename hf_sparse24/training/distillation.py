@@ -55,10 +55,8 @@ class DistillationConfig:
 
 
 class KLDivergence(torch.autograd.Function):
-    """T^2 KL(teacher || student) at temperature T of logits [tokens, vocabulary]: a 0-d tensor in at least fp32.
-
-    The gradient is T (student - teacher) of the probabilities.
-    """
+    """T^2 KL(teacher || student) at temperature T of logits [tokens, vocabulary]: a 0-d tensor in at least fp32. The
+    gradient is T (student - teacher) of the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -101,11 +99,8 @@ class Distiller:
         self._micro_batches, self.is_mean = 0, True
 
     def means(self, steps: int | None = None) -> dict[str, Tensor]:
-        """The mean `cross_entropy` and `distillation_loss` since the last `reset`: 0-d tensors of this process.
-
-        Over `steps` optimizer steps where a Trainer divides losses by the labels of a whole step, else over
-        micro-batches.
-        """
+        """The mean `cross_entropy` and `distillation_loss` since the last `reset`, 0-d tensors of this process: over
+        `steps` optimizer steps where a Trainer divides losses by a whole step's labels, else over micro-batches."""
         count = self._micro_batches if self.is_mean or steps is None else steps
         return {name: total / max(count, 1) for name, total in self._sums.items()}
 
@@ -225,8 +220,7 @@ def find_distiller(model: nn.Module) -> Distiller | None:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether logits at position i predict label i + 1, as in causal models, or label i, as in masked ones; ValueError
-    for a model of another kind."""
+    """Whether logits predict the next label, as in causal models, or their own, as in masked ones. ValueError: none."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
     names = {cls.__name__ for cls in type(model).__mro__}
     if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:

@@ -1,10 +1,7 @@
 """RunLog: one file with all that a sparse run logs, flip rates by layer included.
 
-`<output_dir>/sparse24_log.jsonl` holds one JSON object per line, written as it comes: a line where the run starts or
-resumes, and a line for each log of the Trainer, with the keys that trackers get.
-
-    {"step", "time", "config", "versions"}
-    {"step", "time", <the Trainer's numbers>, "flip_rate/<layer>", ...}
+`<output_dir>/sparse24_log.jsonl` holds one JSON object per line, written as it comes. It has "step" and "time", where
+the run starts or resumes "config" and "versions", and for each log of the Trainer the numbers that trackers get.
 """
 
 import json
@@ -30,10 +27,8 @@ OF_LAYER = "flip_rate/"
 
 
 class RunLog:
-    """Writes the log of a run. A fresh run replaces the file; a resumed one keeps the lines up to its first step.
-
-    A full disk costs one warning and the rest of the log, never the run.
-    """
+    """Writes the log of a run. A fresh run replaces the file; a resumed one keeps the lines up to its first step. A
+    full disk costs one warning and the rest of the log, never the run."""
 
     def __init__(self, args: TrainingArguments, step: int, config: Mapping[str, object]):
         self.path = Path(str(args.output_dir)) / RUN_LOG

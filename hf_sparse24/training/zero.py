@@ -20,10 +20,8 @@ from ..weights.sparse_weight import SparseWeight, first_of_each
 
 
 class ZeroOptimizer:
-    """The optimizer of ZeRO-1 or ZeRO-2 as the controller follows it; see `TorchOptimizer`.
-
-    ValueError: it is another optimizer of DeepSpeed, or the method makes its own optimizer.
-    """
+    """The optimizer of ZeRO-1 or ZeRO-2 as the controller follows it; see `TorchOptimizer`. ValueError: it is another
+    optimizer of DeepSpeed, or the method makes its own optimizer."""
 
     def __init__(self, zero: Any, method: SparseMethod):
         if type(zero).__name__ != "DeepSpeedZeroOptimizer":

@@ -177,8 +177,7 @@ def _version(tensors: Sequence[Tensor]) -> tuple[object, ...]:
 
 
 def sample_of(tensor: Tensor) -> Tensor:
-    """Some elements of a matrix, at least one of every row and of every column, as a view; of one that is not
-    contiguous, which has no flat view, all."""
+    """A view of elements of every row and every column of a matrix; of one that is not contiguous, of all."""
     if not tensor.is_contiguous() or not tensor.numel():
         return tensor
     columns = tensor.shape[-1] if tensor.dim() else 1

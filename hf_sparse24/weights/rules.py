@@ -55,8 +55,7 @@ def encode(
     dtype: torch.dtype,
     forms: Sequence[tuple[str, GemmBackend]] = (("dense", DENSE),),
 ) -> list[Tensor]:
-    """The pruned weight, in each form of `formats.FORMS` as the backend beside it stores it, by one pass over the
-    weight. Never -0.0."""
+    """The pruned weight in each form of `formats.FORMS`, as its backend stores it, by one pass over it. Never -0.0."""
     matrix, kind = view.matrix, "magnitude"
     arguments: dict[str, Any] = {}
     if isinstance(rule, SoftThreshold):
@@ -110,8 +109,7 @@ def wrong_groups(
     """Where a mask keeps more than N of every M along one of `dims`, or not exactly N; None where nowhere."""
     for dim in dims:
         kept = mask.unflatten(dim, (-1, pattern.m)).sum(dim + 1)
-        bad = int(((kept != pattern.n) if exactly else (kept > pattern.n)).sum())
-        if bad:
+        if bad := int(((kept != pattern.n) if exactly else (kept > pattern.n)).sum()):
             allowed = f"{'exactly' if exactly else 'at most'} {pattern.n} of every {pattern.m}"
             along = "input" if dim == view.dim else "output"
             return f"does not keep {allowed} along the {along} dimension in {bad} groups"

@@ -190,8 +190,7 @@ class SparseWeight:
         method, operand = self.method, wanted[0].operand
         if operand == MASK:
             return [self.mask(packed=True)]
-        checks = operand not in self._checked
-        checks = checks and not (torch.compiler.is_compiling() or self.parameter.is_meta)
+        checks = operand not in self._checked and not (torch.compiler.is_compiling() or self.parameter.is_meta)
         forms, made = [(one.form, one.backend) for one in wanted], []
         if self.input_dim != -1:  # stored as the transpose
             forms = [(form if backend is DENSE else turned(form), backend) for form, backend in forms]

@@ -32,8 +32,7 @@ class WeightState(Mapping[str, Tensor]):
         return len(self.names)
 
     def sources(self) -> list[Tensor]:
-        """What the weight's encodings are made from: the Parameter as its module has it, and the parts of the buffers
-        that this process holds."""
+        """What encodings are made from: the Parameter as its module has it, and this process's parts of the buffers."""
         buffers, attribute = self.storage.module._buffers, self.storage.attribute
         held = [cast(Tensor, buffers[attribute(name)]) for name in self.names]
         return [self.storage.parameter, *[sharding.local(x) if sharding.is_sharded(x) else x for x in held]]
@@ -67,8 +66,7 @@ class WeightState(Mapping[str, Tensor]):
         self.names = self.parameter_names = ()
 
     def set(self, state: Mapping[str, Tensor], method: str) -> None:
-        unknown = sorted(set(state) - set(self.names))
-        if unknown:
+        if unknown := sorted(set(state) - set(self.names)):
             raise ValueError(f"method {method!r} has no state {unknown}; it has {list(self.names)}")
         for name, tensor in state.items():
             self.storage.module._buffers[self.storage.attribute(name)] = tensor

@@ -135,9 +135,7 @@ class DenseMaster(Storage):
         whole weight, or this process's part; otherwise the Parameter, which is a DTensor with both."""
         stored = self.module._parameters.get(self.name)
         if stored is None:
-            by = (
-                "a parametrization or PEFT's target_parameters (call unpatch_model(model) before), or FSDP1 (use FSDP2)"
-            )
+            by = "a parametrization or PEFT's target_parameters (call unpatch_model before), or FSDP1 (use FSDP2)"
             raise RuntimeError(f"{self.name} is no Parameter of its module any more, replaced by {by}")
         return stored
 
@@ -198,7 +196,6 @@ def layer_name(name: str) -> str:
 
 
 def name_without_adapters(name: str) -> str:
-    """The name that a module or weight has in its model without the adapters of PEFT, and in its `state_dict` without
-    FSDP's wrappers of what is recomputed in backward."""
+    """A module's or weight's name without the adapters of PEFT, and without FSDP's wrappers of what is recomputed."""
     name = name.replace(".base_layer", "").replace("_checkpoint_wrapped_module.", "")
     return name.removeprefix("base_model.model.")
