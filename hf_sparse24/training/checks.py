@@ -7,7 +7,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer
 
 from ..layers.sparse_module import WeightModule
@@ -43,29 +43,23 @@ def check_engine(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def check_ranks_agree(weights: Mapping[str, SparseWeight], settings: dict[str, object]) -> None:
-    """Raise ValueError, on every process, where settings, names of sparse weights, or masks and scales differ.
-
-    All processes must call it. `settings` are values by name that can be pickled.
-    """
+    """Raise ValueError, on every process, where settings, names of sparse weights, or masks and scales differ. All
+    processes must call it, with `settings` that can be pickled."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     state = [tensor for weight in weights.values() for tensor in weight.state.values()]
     whole = [tensor for tensor in state if not is_sharded(tensor) and not tensor.is_meta]
-    names, masks = crc32(repr([*weights]).encode()), crc32(repr([*map(_checksum, whole)]).encode())
+    sums = [crc32(x.detach().flatten().contiguous().view(torch.uint8).cpu().numpy().tobytes()) for x in whole]
+    names, masks = crc32(repr([*weights]).encode()), crc32(repr(sums).encode())
     facts = settings | {"the sparse weights": names, "masks and scales": masks}
     of_all: list[dict[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_all, facts)
     first = of_all[0]
     for number, found in enumerate(of_all):
-        differing = sorted(name for name in first | found if first.get(name) != found.get(name))
-        if differing:
+        if differing := sorted(name for name in first | found if first.get(name) != found.get(name)):
             shown = "; ".join(f"{name}: {found.get(name)!r}, not {first.get(name)!r}" for name in differing)
             way = "give all the same settings and weights: of one checkpoint, or made after the same torch.manual_seed"
             raise ValueError(f"process {number} differs from process 0 in {shown}; {way}")
-
-
-def _checksum(tensor: Tensor) -> int:
-    return crc32(tensor.detach().flatten().contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
 
 def check_masters_unread(trainer: Trainer) -> None:

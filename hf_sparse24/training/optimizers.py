@@ -20,8 +20,7 @@ _SEVERAL = "of several, such as Muon and AdamW, make one that takes the steps of
 
 
 def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroOptimizer":
-    """The optimizer as the controller follows it, without accelerate's wrapper, since a method knows its own by class.
-    ValueError: it cannot be followed."""
+    """The optimizer as the controller follows it, without accelerate's wrapper. ValueError: it cannot be followed."""
     if not _is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         optimizer = getattr(optimizer, "optimizer", optimizer)
     if _is_deepspeed(optimizer):
@@ -95,8 +94,7 @@ class TorchOptimizer:
     def follow(
         self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]
     ) -> list[RemovableHandle]:
-        """Call `before` and `change` right before each step, when gradients are final, and `after` right after. A step
-        that the optimizer is not going to take does not count. The handles end it."""
+        """Call `before` and `change` right before each step that is taken, `after` right after. The handles end it."""
 
         def final_gradients() -> None:
             if not self._is_within_step():
@@ -143,9 +141,8 @@ def _unscale(optimizer: torch.optim.Optimizer) -> bool:
     if found_inf is not None and found_inf.item():
         return False
     if scale is not None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(scale)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
         vars(optimizer)["grad_scale"] = None
     return True

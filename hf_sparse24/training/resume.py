@@ -33,8 +33,7 @@ _TOGETHER = ("optimizer*", "scheduler.pt", "rng_state*.pth")
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> str:
-    """The path of the newest whole checkpoint in a Trainer's output directory; damaged ones cost a warning. ValueError:
-    there is none."""
+    """The newest whole checkpoint in a Trainer's output directory; damaged ones cost a warning. ValueError: none is."""
     found = [(path.name.partition("-")[2], path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     damaged: list[str] = []
     for _, path in sorted(((int(step), path) for step, path in found if step.isdecimal()), reverse=True):
@@ -95,8 +94,7 @@ def save_config(model: nn.Module, checkpoint: str | Path) -> None:
 
 
 def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -> None:
-    """Raise ValueError if a checkpoint is of another method, pattern or choice of layers than the model that goes on
-    from it; `warn` where settings differ."""
+    """Raise ValueError if a checkpoint is of another method, pattern or layers than the model; `warn` of settings."""
     run, saved = sparse_run(model), saved_config(checkpoint)
     if run is None:
         return
@@ -114,8 +112,7 @@ def check_resumed(model: nn.Module, checkpoint: str | Path, warn: bool = True) -
         if ours.get(name) not in (theirs.get(name), AUTO) and name != "backend"
     }
     fixed = (*SHARED, *run.method.settings_of_state)
-    refused = [text for name, text in differences.items() if name in fixed]
-    if refused:
+    if refused := [text for name, text in differences.items() if name in fixed]:
         way = "To train its weights in another way, load them by from_pretrained, then call "
         way += "unpatch_model(model, sparse=False) and patch_model(model, config), and start a new run"
         said = f"cannot resume from {checkpoint}, which was saved with {'; '.join(refused)}"
@@ -129,9 +126,8 @@ def _unknown_weight(model: nn.Module, checkpoint: str | Path) -> str | None:
     names = set(model.state_dict())
     for file in Path(checkpoint).glob("model*.safetensors"):
         with safe_open(file, "pt") as weights:
-            unknown = [name for name in weights.keys() if name not in names]  # noqa: SIM118
-        if unknown:
-            return unknown[0]
+            if unknown := [name for name in weights.keys() if name not in names]:  # noqa: SIM118
+                return unknown[0]
     return None
 
 

@@ -46,8 +46,7 @@ class StepMasks:
             self._before = {name: self.mask(name) for name in first_of_each(self._weights)}
         elif self._before:  # the last chance to count those of an earlier step
             self._count()
-        stale = [name for name, weight in self._weights.items() if weight.encodings.is_stale()]
-        if stale:
+        if stale := [name for name, weight in self._weights.items() if weight.encodings.is_stale()]:
             way = "call clear_encodings() of hf_sparse24.sparse_weights(model)[name] after such a write"
             logger.warning(f"{stale[0]} was written within a step, and compiled training did not see it: {way}")
         for weight in self._weights.values():
