@@ -65,7 +65,8 @@ def _lines_until(path: Path, step: int) -> list[str]:
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with suppress(ValueError, LookupError, TypeError):
-            if json.loads(line)["step"] <= step:
+            logged = json.loads(line)["step"]
+            if logged <= step:
                 kept.append(line)
     return kept
 
