@@ -64,10 +64,7 @@ class MaskedAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is a sparse tensor, or a subclass cannot take the step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         batches = [(group, batch) for group in self.param_groups if (batch := self._gather(group)).params]
         self.before_groups([batch for group, batch in batches if group["masked"]])
         for group, batch in batches:

@@ -125,5 +125,4 @@ class SLoPe(FixedMask):
     def merge(self, pruned: Tensor, parameters: dict[str, Tensor], phase: str) -> Tensor:
         if phase != ADAPTERS:
             return pruned
-        added = parameters["adapter_left"] @ parameters["adapter_right"] / self.settings.adapter_rank
-        return pruned + added.t()
+        return pruned + (parameters["adapter_left"] @ parameters["adapter_right"]).t() / self.settings.adapter_rank
