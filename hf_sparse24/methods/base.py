@@ -140,8 +140,6 @@ class SparseMethod:
         """Whether the class overrides one of these hooks; the library skips the work of a default."""
         return any(getattr(cls, hook) is not getattr(SparseMethod, hook) for hook in hooks)
 
-    # What the GEMMs multiply by.
-
     def mask(self, view: WeightView) -> Tensor:
         """Which entries of `view.matrix` are kept: bool, its shape, at most N of every M along `view.dim`."""
         return mask_of(self.prune(view), view, self.pattern, packed=False)
@@ -166,8 +164,6 @@ class SparseMethod:
         if self.transposable and out % m:
             return f"output size {out} is not a multiple of {m}, as {self.name!r} needs"
         return None
-
-    # What a weight keeps.
 
     def init_state(self, view: WeightView, step: int, total_steps: int) -> dict[str, Tensor]:
         """Buffers to keep with a weight: a deterministic function of it and of the step; (0, 1) outside training.
@@ -204,8 +200,6 @@ class SparseMethod:
         """The fault of state that this method cannot have made; None for right state. `view.state` may hold any
         values, in the right shapes; `view.matrix` is on the meta device."""
         return None
-
-    # What happens in training.
 
     def schedule(self, total_steps: int) -> range:
         """The steps of a run that are sparse; ValueError for a run too short for its dense phases."""

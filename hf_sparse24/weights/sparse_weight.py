@@ -102,8 +102,6 @@ class SparseWeight:
         part = sharding.whole if sharding.is_sharded(values) else sharding.local
         return self.storage.views(part(values), {name: part(tensor) for name, tensor in self.state.items()})
 
-    # State.
-
     @torch.no_grad()
     def init_state(self, with_parameters: bool = False) -> None:
         """Compute the method's state, and its own Parameters where asked for, from the weight as it is now."""
@@ -122,8 +120,6 @@ class SparseWeight:
     def split_state(self) -> None:
         """With tensor parallelism, keep the part of the state that belongs to this process's part of the weight."""
         self.set_state(self.state.splits(self.pattern.m))
-
-    # Masks.
 
     @torch.no_grad()
     def mask(self, packed: bool = False) -> Tensor:
@@ -147,8 +143,6 @@ class SparseWeight:
             state = {name: sharding.split_like(x, self.master) for name, x in state.items()}
         views = storage.views(local, {name: sharding.local(x).to(local.device) for name, x in state.items()})
         return storage.stacked([method_mask(self.method, view, packed) for view in views])
-
-    # What GEMMs multiply by.
 
     @torch.no_grad()
     def pruned(self) -> Tensor:
