@@ -26,11 +26,8 @@ from .sparse_module import Made, PackedModule, SparseModule, reject_tracing
 
 
 class StackedExperts(Made, nn.Module):
-    """The base of sparse and packed experts, which become a subclass of their class with the same forward.
-
-    `running` has the weights that the Parameters' names give, one entry for each forward that is running: several where
-    threads share the model, all equal.
-    """
+    """The base of sparse and packed experts, which become a subclass of their class with the same forward. `running`
+    has the weights that the Parameters' names give, one entry for each forward of a thread; all are equal."""
 
     sparse24: dict[str, SparseWeight]
     running: list[dict[str, Tensor]]

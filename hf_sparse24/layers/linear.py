@@ -142,8 +142,7 @@ class Sparse24Layer(SparseModule):
             bias = None if bias is None else bias.to(dtype)
         weight, turned = sparse.storage.out_in(sparse.parameter), sparse.input_dim == -2
         run, rng_key, (out, inputs) = sparse.run, sparse.rng_key, weight.shape
-        gemms = method.gemms
-        tokens, backend = x.numel() // inputs, run.backend
+        gemms, tokens, backend = method.gemms, x.numel() // inputs, run.backend
         output_plan = gemms.output.plan(tokens, out, inputs, dtype, x.device, backend)
         wanted, input_plan, encode, mask = [gemms.output.wanted(output_plan)], None, None, None
         learns, is_compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()

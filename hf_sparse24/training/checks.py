@@ -17,8 +17,6 @@ from ..weights.sharding import is_sharded
 from ..weights.sparse_weight import SparseWeight, sparse_weights
 from ..weights.storage import TRAINED
 
-_LONG_RUN = 10**9  # steps of a run in which no length of a phase rounds to nothing
-
 
 def model_of(trainer: Trainer) -> nn.Module:
     """The model that a Trainer has, whatever its annotations allow."""
@@ -95,7 +93,8 @@ def check_reference_of(trainer: Trainer) -> None:
     if not name or reference is None or getattr(reference.config, "_name_or_path", "") != name:
         return
     optimizer: Any = trainer.optimizer  # None but for STEP
-    begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, _LONG_RUN, optimizer) == DENSE_PHASE)
+    # In a run so long that no length of a phase rounds to nothing.
+    begins_dense = run.is_dense or (not run.facts.finished and run.method.phase(0, 10**9, optimizer) == DENSE_PHASE)
     sparse = sparse_weights(reference, TRAINED)
     for key, weight in sparse_weights(policy, TRAINED).items():
         ours = weight.master if begins_dense else weight.merged()

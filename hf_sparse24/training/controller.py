@@ -231,8 +231,7 @@ class Sparse24Controller:
     @torch.no_grad()
     def _after_step(self) -> None:
         """Right after an optimizer step: counts it, switches the phase, refreshes state."""
-        self.step += 1
-        self.micro_step = 0
+        self.step, self.micro_step = self.step + 1, 0
         keeps_state = self._masks.enter_phase(self.phase) or self.run.is_dense
         if self.step == self.total_steps and not self.keeps_phase:
             # Not where sparsity never began: STEP's switch waits while a GradScaler skips steps.

@@ -124,8 +124,7 @@ def trains(weight: SparseWeight) -> bool:
 
 
 def measuring_interval(args: TrainingArguments, state: TrainerState) -> int:
-    """The steps between two measurements of the flip rate in a Trainer's run: those between logs."""
-    # The steps that log by epoch are not known ahead.
+    """The steps between two measurements of the flip rate in a Trainer's run: those between logs, 1 where unknown."""
     return max(1, int(state.logging_steps)) if args.logging_strategy == "steps" else 1
 
 
