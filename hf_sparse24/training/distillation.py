@@ -59,7 +59,7 @@ class KLDivergence(torch.autograd.Function):
     gradient is T (student - teacher) of the probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    def forward(ctx, student, teacher, temperature):
         dtype = torch.promote_types(student.dtype, torch.float32)
         ours, theirs = ((logits.to(dtype) / temperature).log_softmax(-1) for logits in (student, teacher))
         loss = temperature**2 * kl_div(ours, theirs, reduction="sum", log_target=True)
@@ -68,7 +68,7 @@ class KLDivergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         (gradient,) = ctx.saved_tensors
         return gradient * grad, None, None
 

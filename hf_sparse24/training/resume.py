@@ -81,8 +81,9 @@ def saved_config(checkpoint: str | Path) -> SavedConfig | None:
         saved = read_json(model_config).get("quantization_config")
     else:
         saved = read_json(own) if own.is_file() else None
-    is_ours = isinstance(saved, dict) and saved.get("quant_method") == Sparse24Config.quant_method
-    return SavedConfig.from_dict(saved) if is_ours else None
+    if not isinstance(saved, dict) or saved.get("quant_method") != Sparse24Config.quant_method:
+        return None
+    return SavedConfig.from_dict(saved)
 
 
 def save_config(model: nn.Module, checkpoint: str | Path) -> None:
