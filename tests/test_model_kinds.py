@@ -1,6 +1,7 @@
 """Vision models, encoder-decoders and models of two towers: what becomes sparse, and that they live as language models
 do: train in Transformers' own trainers, resume, save, reload, export, are pruned in one shot, and have a plan."""
 
+import copy
 import math
 import re
 
@@ -170,6 +171,30 @@ def test_life_of_a_model(method, name, tmp_path, capsys):
     assert f"model = {model_class.__name__}.from_pretrained(" in card
     assert f"from transformers import {model_class.__name__}\n" in card
     assert torch.equal(outputs(unpatch_model(model), name), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("t5", "float32"), ("t5", "float16"), ("bart", "float16"), ("vit", "float16")]
+)
+def test_padded_labels_and_fp16_masters(name, dtype, tmp_path, monkeypatch, caplog):
+    """They train as the dense model of the same weights; the default eps, which makes NaN of fp16, is warned of."""
+    plain, dtype, build = model_kinds.rows, getattr(torch, dtype), model_kinds.build
+    kinds = {"pixel_values": dtype, "labels": torch.int64, "input_ids": torch.int64}
+    rows = [{key: x.to(kinds[key]) for key, x in row.items()} for row in plain(name, 4)]
+    for row in rows[::2] if name != "vit" else ():
+        row["labels"][5:] = -100
+    monkeypatch.setattr(model_kinds, "rows", lambda *_: rows)
+    monkeypatch.setattr(model_kinds, "build", lambda name: build(name).to(dtype))
+    run = trainer(name, tmp_path, "fixed-mask", adam_epsilon=1e-4, learning_rate=1e-3, save_strategy="no")
+    loss = unpatch_model(copy.deepcopy(run.model))(**collate(rows)).loss
+    run.train()
+    losses = [log["loss"] for log in run.state.log_history if "loss" in log]
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-3) and losses[-1] < losses[0]
+    assert math.isfinite(run.evaluate()["eval_loss"]) and run.model.dtype == dtype and "is 0 in fp16" not in caplog.text
+    export_model(run.model, tmp_path / "export")
+    assert type(run.model).from_pretrained(tmp_path / "export").dtype == dtype
+    trainer(name, tmp_path, "fixed-mask", max_steps=1, save_strategy="no").train()
+    assert ("eps=1e-08 is 0 in fp16" in caplog.text) == (dtype == torch.float16)
 
 
 @every_kind

@@ -39,7 +39,11 @@ def _is_deepspeed(optimizer: object) -> bool:
 
 
 def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the optimizer lacks a trainable part of a sparse weight."""
+    """Raise ValueError if the optimizer lacks a trainable part of a sparse weight; warn if fp16 rounds its eps to 0."""
+    pairs = ((group.get("eps"), p) for group in optimizer.param_groups for p in group["params"])
+    if tiny := [eps for eps, p in pairs if p.dtype == torch.float16 and isinstance(eps, float) and 0 < eps < 2**-25]:
+        way = "load them by from_pretrained(name, dtype='float32') and train with fp16=True or bf16=True, or raise eps"
+        logger.warning(f"eps={tiny[0]} is 0 in fp16, by which the optimizer may turn fp16 weights into NaN: {way}")
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(is_sharded(weight.master) and not weight.storage.is_split for weight in weights.values()):
         # FSDP2 sums gradients over processes of what it has sharded, and of nothing that was added later.
