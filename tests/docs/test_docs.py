@@ -62,15 +62,6 @@ def test_generated_pages_are_those_of_now(monkeypatch):
             assert (pages.DOCS / name).read_text() == text, f"docs/{name} is out of date: run make docs"
 
 
-def test_links_have_the_public_name_where_setup_cfg_has_it(tmp_path):
-    (tmp_path / "setup.cfg").write_text(
-        "[metadata]\nproject_urls =\n    Source = https://github.com/us/it\n    Documentation = https://us.github.io/it\n"
-    )
-    notebooks = "https://colab.research.google.com/github/us/it/blob/main/notebooks"
-    line = build_site.links(tmp_path / "setup.cfg")
-    assert line.startswith(f"[Documentation](https://us.github.io/it) · [quick start]({notebooks}/01_quickstart.ipynb)")
-
-
 @pytest.mark.parametrize("page", pages.PAGES)
 def test_commands(page):
     """Commands that a page shows exist, and take the arguments that it shows."""

@@ -40,21 +40,6 @@ def test_a_row_is_measured_once(run, tmp_path):
     assert path.read_text() == before
 
 
-def test_a_missing_engine_is_skipped(run, tmp_path, capsys):
-    run("--only", "llama.cpp Q4_0")
-    assert "llama.cpp Q4_0: skipped: RuntimeError: no environment with llama.cpp" in capsys.readouterr().out
-    assert not list(tmp_path.glob("*.json"))
-
-
-def test_a_front_has_what_no_other_beats():
-    rows = {
-        name: {"bytes": size, "quality": {"validation": {"kl": [far], "tokens": [1]}}}
-        for name, size, far in [("a", 4, 0.0), ("b", 2, 0.1), ("c", 3, 0.2), ("d", 1, 0.3)]
-    } | {"e": {"bytes": 0}}
-    cost = frontier_page.AXES["bytes"]
-    assert frontier_page.front(rows, cost) == ["a", "b", "d"] and frontier_page.better(rows, "c", cost) == ["b"]
-
-
 def test_the_committed_page():
     assert (ROOT / "docs/measured/frontier.md").read_text() == frontier_page.page(COMMITTED)
     rows = {json.loads(path.read_text())["row"] for path in COMMITTED.glob("*.json")}

@@ -155,22 +155,6 @@ def test_baselines_run(tiny, compiler):
             assert torch.equal(ours, theirs)
 
 
-def test_list_and_sections(capsys):
-    assert gpu.main(["--list"]) == 0
-    printed = capsys.readouterr().out
-    for section in gpu.SECTIONS.values():
-        assert all(f"{entry}\n" in printed for entry in section.entries())
-    assert gpu.main(["--list", "--sections", "gemms", "--only", "Llama 8B query"]) == 0
-    printed = capsys.readouterr().out
-    assert "Llama 8B query 4096x4096, 8192 tokens: grad_weight" in printed and "1B" not in printed
-    with pytest.raises(SystemExit):
-        gpu.main(["--sections", "nothing"])
-    assert torch.cuda.is_available() or gpu.main([]) == 2
-
-
-# GEMMs and a step
-
-
 def test_three_ways():
     truth = torch.randn(64, 64)
     dense = truth.bfloat16()

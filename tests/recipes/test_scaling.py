@@ -21,15 +21,6 @@ def wheel(path, **files):
     return path
 
 
-def test_modules_of_wheels(tmp_path):
-    long, other = "x = 1\n" * 50, "y = 2\n" * 50
-    seen = set()
-    first = wheel(tmp_path / "a-1-py3-none-any.whl", a__two=other, a__one=long, a__test_one=other, a__short="x")
-    assert list(corpus.modules(first, seen)) == [long.strip(), other.strip()]
-    assert list(corpus.modules(wheel(tmp_path / "b-1-py3-none-any.whl", b__copy=long), seen)) == []
-    assert corpus.licence(first) == "MIT" and corpus.first(["ab", "cd", "ef"], 3) == ["ab", "cd"]
-
-
 def test_validation_packages_do_not_train(tmp_path, monkeypatch):
     pinned = {line.split("==")[0] for line in corpus.REQUIREMENTS.read_text().splitlines() if "==" in line}
     assert set(corpus.VALIDATION) < pinned
