@@ -82,11 +82,8 @@ class Gemm:
         self, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
     ) -> GemmPlan:
         """What runs this GEMM, and why (see `sparse24_kernels.gemm.plan_gemm`). Plans are kept: every pass asks."""
-        problem = self.problem(tokens, out, inputs, dtype)
-        if problem is None:
-            return GemmPlan(DENSE, self.unsupported() or "")
-        make = _kept_plan if type(tokens) is int and not torch.compiler.is_compiling() else plan_gemm
-        return make(problem, device, backend)
+        make = _kept_plan if type(tokens) is int and not torch.compiler.is_compiling() else _make_plan
+        return make(self, tokens, out, inputs, dtype, device, backend)
 
     def wanted(self, plan: GemmPlan) -> Wanted:
         """The encoding of the weight that the plan takes. The grad_input GEMM's operand is the transpose."""
@@ -117,7 +114,16 @@ class Gemm:
         return mvue_unchecked(operand, n, m, dim % operand.dim(), how, key, form)
 
 
-_kept_plan = lru_cache(maxsize=4096)(plan_gemm)
+def _make_plan(
+    gemm: Gemm, tokens: int, out: int, inputs: int, dtype: torch.dtype, device: torch.device, backend: str
+) -> GemmPlan:
+    problem = gemm.problem(tokens, out, inputs, dtype)
+    if problem is None:
+        return GemmPlan(DENSE, gemm.unsupported() or "")
+    return plan_gemm(problem, device, backend)
+
+
+_kept_plan = lru_cache(maxsize=4096)(_make_plan)
 ON_CHANGE.append(_kept_plan.cache_clear)
 
 
