@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from ..methods import Piece, SparseMethod
@@ -21,9 +22,10 @@ _SEVERAL = "of several, such as Muon and AdamW, make one that takes the steps of
 
 def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroOptimizer":
     """The optimizer as the controller follows it, without accelerate's wrapper. ValueError: it cannot be followed."""
-    if not _is_deepspeed(optimizer) and not isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+    zero = "deepspeed.runtime"
+    if not isinstance(optimizer, LRScheduler) and not type(optimizer).__module__.startswith(zero):
         optimizer = getattr(optimizer, "optimizer", optimizer)
-    if _is_deepspeed(optimizer):
+    if type(optimizer).__module__.startswith(zero):
         return ZeroOptimizer(optimizer, method)
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         way = f"must be a torch.optim.Optimizer, with the hooks that its __init__(param_groups, {{}}) makes; {_SEVERAL}"
@@ -32,10 +34,6 @@ def followed(optimizer: object, method: SparseMethod) -> "TorchOptimizer | ZeroO
         way = "it updates weights within backward, before masked decay and without steps to follow"
         raise ValueError(f"optimizer={type(optimizer).__name__}: {way}; take AdamW, or another that updates in step()")
     return TorchOptimizer(optimizer)
-
-
-def _is_deepspeed(optimizer: object) -> bool:
-    return type(optimizer).__module__.startswith("deepspeed.runtime")
 
 
 def check_optimizer(weights: Mapping[str, SparseWeight], optimizer: torch.optim.Optimizer) -> None:
