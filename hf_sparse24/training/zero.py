@@ -53,10 +53,8 @@ class ZeroOptimizer:
 
     def follow(self, before: Callable[[], None], change: Callable[[], None], after: Callable[[], None]) -> list[Self]:
         """Call `before` and `after` around each step, and `change` when the gradients of a group are final. A step that
-        ZeRO skips because gradients have overflowed does not count.
-
-        ZeRO's optimizer has no hooks, so its `step` is replaced until `remove`, which the returned object has.
-        """
+        ZeRO skips because gradients have overflowed does not count. ZeRO's optimizer has no hooks, so its `step` is
+        replaced until `remove`, which the returned object has."""
         zero, take_step, has_begun = self.zero, self.zero.step, False
 
         def before_group(*_: object) -> None:

@@ -23,10 +23,8 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class SoftThreshold:
-    """`scale * sign(w) max(|w| - t, 0)`, t the (M - N)-th smallest magnitude of the group (S-STE, section 4).
-
-    `scale` is an fp32 0-d tensor.
-    """
+    """`scale * sign(w) max(|w| - t, 0)` with an fp32 0-d `scale`, t the (M - N)-th smallest magnitude of the group
+    (S-STE, section 4)."""
 
     scale: Tensor
 
