@@ -106,9 +106,8 @@ def open_files(source: Path) -> dict[Path, Any]:
 def dense_weight(where: str, names: dict[str, Any], module: str) -> Tensor:
     """The weight `[out, in]` of a layer; ValueError, which begins with `where`, if its parts are damaged."""
     absent = [f"{module}.{part}" for part in PARTS if f"{module}.{part}" not in names]
-    layer = module.removesuffix(".weight")  # whose parts begin with its name, or with that of its weight
-    twice = {f"{layer}.weight", f"{layer}.bitmask", f"{layer}.weight.bitmask"} & names.keys() - {f"{module}.bitmask"}
-    if absent or twice:
+    forms = {module.removesuffix(".weight") + end for end in (".weight", ".bitmask", ".weight.bitmask")}
+    if absent or (twice := forms & names.keys() - {f"{module}.bitmask"}):
         what = f"lack {', '.join(absent)}" if absent else f"have {min(twice)} too"
         raise ValueError(f"{where}: the files {what}")
     values, bitmask, shape = (names[f"{module}.{part}"].get_tensor(f"{module}.{part}") for part in PARTS)

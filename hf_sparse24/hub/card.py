@@ -246,7 +246,8 @@ def _results(ours: Mapping[str, float], dense: Mapping[str, float], control_name
 
 def _training(run: SparseRun, hyperparameters: Mapping[str, object] | None, plot: str | None) -> str:
     config, pruning = run.config, run.facts.pruning
-    about = sys.modules[method_class(config.method).__module__].__doc__ or ""  # the method card, see CONTRIBUTING.md
+    home = sys.modules.get(method_class(config.method).__module__)  # None where `exec` made the class
+    about = (home and home.__doc__) or ""  # the method card, see CONTRIBUTING.md
     title = about.strip().partition("\n")[0]
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about.partition("Reference")[2])
     link = f" ([arXiv {paper[1]}](https://arxiv.org/abs/{paper[1]}))" if paper else ""
