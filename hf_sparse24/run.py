@@ -1,7 +1,6 @@
 """SparseRun: one object per patched model, with all that changes while it trains."""
 
 import dataclasses
-from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +18,6 @@ from .weights.encodings import RUNS
 from .weights.sparse_weight import sparse_weights
 
 logger = get_logger(__name__)
-_numbers = count()
 
 
 def wants_packed_master(config: Sparse24Config) -> bool:
@@ -35,7 +33,7 @@ class SparseRun:
         method: the method, with the settings as they are now.
         controller: the `Sparse24Controller` that trains the model, None where nothing does.
         open_step: token of the current step. Cached encodings are valid while it is the same; None between steps.
-        key: unique in this process.
+        key: unique among the runs of this process.
         owners: the models whose configs say that they, or parts of them, are sparse.
     """
 
@@ -46,7 +44,7 @@ class SparseRun:
         self.controller: Any = None
         self.open_step: object | None = None
         self.owners: WeakSet[nn.Module] = WeakSet()
-        self.key = f"run {next(_numbers)}"
+        self.key = f"run {id(self)}"
         RUNS[self.key] = self
         self._said: set[str] = set()
 

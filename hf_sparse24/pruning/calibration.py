@@ -73,13 +73,15 @@ def check_batch(index: int, batch: Mapping[str, Tensor] | Tensor, model: nn.Modu
         inputs = {name: value for name, value in inputs.items() if name not in left_out and value is not None}
         ids = inputs.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() < 2:  # such as the rows of a tensor
-            raise ValueError(f"batch {index} of data: input_ids are {list(ids.shape)}, must be [sequences, tokens]")
+            need = "must be [sequences, tokens], as of a DataLoader"
+            raise ValueError(f"batch {index} of data: input_ids are {list(ids.shape)}, {need}")
         if all(isinstance(value, Tensor | int | float | str) for value in inputs.values()):
             _check_takes(model, inputs)
             _check_padding(index, inputs)
             return inputs
     found = {k: type(v).__name__ for k, v in inputs.items()} if isinstance(inputs, Mapping) else type(batch)
-    raise ValueError(f"batch {index} of data is {found}: must be a dict of tensors, or a tensor of input_ids")
+    need = "must be a dict of tensors, or a tensor of input_ids, as of a DataLoader"
+    raise ValueError(f"batch {index} of data is {found}: {need}")
 
 
 def _check_takes(model: nn.Module, inputs: ModelInputs) -> None:

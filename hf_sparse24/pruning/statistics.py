@@ -38,7 +38,7 @@ class Gram:
         """Mirror the upper triangle; `summary` leaves most of the lower one at zero. Starved of tokens, take
         independent inputs of one size instead, by which every criterion chooses by magnitude."""
         whole = self.matrix.triu() + self.matrix.triu(1).t()
-        self.matrix.copy_(torch.eye(len(whole)) if is_starved else whole)
+        self.matrix.copy_(torch.eye(len(whole), device=whole.device) if is_starved else whole)
 
     def output_norm(self, change: Tensor) -> float:
         """Return `||[X, 1] change^T||_F` for a change of weights and bias `[out, in + 1]`."""
@@ -68,7 +68,7 @@ class InputNorms:
     def finish(self, is_starved: bool) -> None:
         if is_starved:
             self.squares.fill_(1)
-            self._rows = [torch.eye(len(self.squares) + 1).to(self.squares)]
+            self._rows = [torch.eye(len(self.squares) + 1, device=self.squares.device).to(self.squares)]
         self._rows = [torch.cat(self._rows)] if self._rows else []
 
     def output_norm(self, change: Tensor) -> float:

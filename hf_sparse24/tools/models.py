@@ -82,6 +82,8 @@ def check_destination(directory: str) -> None:
         raise ValueError("the directory to write to is empty: name one")
     if directory.startswith("~"):
         raise ValueError(f"{directory}: the shell has left '~' as it is; write the path out")
+    if Path(directory).is_file():
+        raise ValueError(f"{directory} is a file: name the directory to write to")
     refuse_other_models(Path(directory))
 
 

@@ -127,7 +127,7 @@ def _claim(job: PruneJob) -> None:
         theirs = read_json(file)
         others = [name for name, value in settings.items() if theirs.get(name) != value]
         if others:
-            way = "give the same arguments, or delete it"
+            way = "give the same arguments and the same files of the model, or delete it"
             raise ValueError(f"{job.work} is of a run that differs in {', '.join(others)}: {way}")
         print(f"going on from {job.work}", flush=True)
     elif any(job.work.iterdir()):

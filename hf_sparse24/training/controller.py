@@ -258,7 +258,7 @@ def _prepared(model: nn.Module) -> tuple[nn.Module, SparseRun]:
     if run is None:
         raise ValueError("the model is not patched; call patch_model(model) first")
     if run.facts.finished:
-        logger.info(FINISHED)
+        logger.warning(FINISHED)
     return model, run
 
 

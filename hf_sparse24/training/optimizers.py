@@ -66,7 +66,9 @@ def warn_of_steps(optimizer: torch.optim.Optimizer | ZeroOptimizer, step: int) -
     state = optimizer.zero.optimizer.state if isinstance(optimizer, ZeroOptimizer) else optimizer.state
     entries = [*state.values(), *optimizer.param_groups]
     counts = [({"step": None} | entry)["step"] for entry in entries if isinstance(entry, dict)]
-    taken = max((int(torch.as_tensor(x).max()) for x in counts if isinstance(x, int | float | Tensor)), default=0)
+    taken = max(
+        (int(torch.as_tensor(x, device="cpu").max()) for x in counts if isinstance(x, int | float | Tensor)), default=0
+    )
     if taken > step + 1:  # torch.distributed.checkpoint takes an empty one to make the state
         way = "where a run goes on, pass the steps done as step=, or the earlier controller's state to load_state_dict"
         way += "; where a new run begins with this optimizer, nothing is wrong"

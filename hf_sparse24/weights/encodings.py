@@ -77,7 +77,7 @@ class Encodings:
             return [getattr(self, name) for name in _reserve(weight.run.key, weight.sizes, operands, dtype)]
         tensors = weight.state.sources()
         keep = keep and _may_be_kept(step, tensors)
-        kept = _still_valid(self._kept, dtype, tensors, step) if keep else _Kept()
+        kept = _still_valid(self._kept, dtype, tensors, step if weight.module.training else None) if keep else _Kept()
         if missing := [one for one in wanted if one not in kept.tensors]:
             # What is made in inference mode could not be used in training.
             with torch.inference_mode(False) if keep else nullcontext():
@@ -144,7 +144,7 @@ def _reserve(key: str, sizes: tuple[int, int], operands: Sequence[tuple[str, ...
 
 def _trains_by_graphs(weight: Any) -> bool:
     run, is_exporting = weight.run, torch.compiler.is_exporting()
-    within_step = run.open_step is not None and run.controller is not None
+    within_step = run.open_step is not None and run.controller is not None and weight.module.training
     return within_step and torch.is_grad_enabled() and not is_exporting and not weight.storage.is_split
 
 
@@ -160,7 +160,7 @@ def _may_be_kept(step: object | None, tensors: Sequence[Tensor]) -> bool:
 
 def _still_valid(kept: _Kept, dtype: torch.dtype, tensors: Sequence[Tensor], open_step: object | None) -> _Kept:
     """`kept` where it is valid, otherwise an empty one for what is to be made from `tensors` as they are."""
-    # With gradients, weights change between steps alone. Without, averaged weights may have been swapped in.
+    # In training, weights change between steps alone. In evaluation, averaged weights may have been swapped in.
     step = open_step if torch.is_grad_enabled() else None
     version = (dtype, *_version(tensors))
     if kept.version == version:
