@@ -147,29 +147,21 @@ inline const int8_t* bools_at(const Pruning& p, int64_t element, int64_t byte, i
   return (const int8_t*)buffer;
 }
 
-// Which two of a group are packed, by the bits of those that are not zero: these, and the first others.
-struct Packing { uint8_t first[16], second[16], bits[16]; };
-constexpr Packing packing() {
-  Packing packing{};
-  for (int code = 0; code < 16; code++) {
-    int two[2] = {}, count = 0;
-    for (int is_zero = 0; is_zero < 2; is_zero++)
-      for (int i = 0; i < 4; i++)
-        if ((code >> i & 1) != is_zero && count < 2) two[count++] = i;
-    const int first = two[0] < two[1] ? two[0] : two[1], second = two[0] + two[1] - first;
-    packing.first[code] = first, packing.second[code] = second, packing.bits[code] = 1 << first | 1 << second;
-  }
-  return packing;
-}
-constexpr Packing PACKING = packing();
+inline float either(int is_first, float a, float b) { return as_float((as_bits(a) & -is_first) | (as_bits(b) & (is_first - 1))); }
 
-inline void find_nonzeros(const Four y, uint8_t codes[N]) {
-  for (int g = 0; g < N; g++) {
-    int32_t code = 0;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) code |= (y[i][g] != 0) << i;
-    codes[g] = code;
+// The two of a group that are packed: the first that are not zero, and then the first others. Values lie one behind the
+// other, and the bits of a group's mask in a byte.
+inline void pick(const Four y, float values[2 * N], uint8_t bits[N]) {
+  int32_t codes[N];
+  for (int g = 0; g < N; g++) {  // without a branch, so that compilers make vectors
+    const int n1 = y[1][g] != 0, n2 = y[2][g] != 0, n3 = y[3][g] != 0;
+    const int may0 = (y[0][g] != 0) | (n1 + n2 + n3 < 2), may1 = n1 | !(n2 | n3);
+    const int second1 = may0 & may1, second2 = !second1 & n2 & (may0 | may1);
+    values[2 * g] = either(may0, y[0][g], either(may1, y[1][g], y[2][g])) + 0.0f;  // never -0.0
+    values[2 * g + 1] = either(second1, y[1][g], either(second2, y[2][g], y[3][g])) + 0.0f;
+    codes[g] = may0 | may1 << 1 | (second2 | !(may0 | may1)) << 2 | !(second1 | second2) << 3;
   }
+  for (int g = 0; g < N; g++) bits[g] = codes[g];
 }
 
 // Where results go: the rows of a block from an element on; the same columns of several groups' members.
@@ -188,26 +180,24 @@ struct PackedValues {
   static constexpr int GROUPS = 8;  // whose values fill a line
   const Pruning& p;
   uint8_t* mask() const { return (uint8_t*)((float*)p.y + p.before * p.size * p.after / 2); }
-  static void pick(const Four y, int g, uint8_t code, float* to) {
-    store(y[PACKING.first[code]][g], to), store(y[PACKING.second[code]][g], to + 1);
-  }
   void rows(const Four y, int64_t at, int64_t count) const {
-    uint8_t codes[N], *to_mask = mask() + at / 8;
-    float* to = (float*)p.y + at / 2;
-    find_nonzeros(y, codes);
-    for (int64_t g = 0; g < count / 4; g++) pick(y, g, codes[g], to + 2 * g);
-    for (int64_t i = 0; i < count / 8; i++) to_mask[i] = PACKING.bits[codes[2 * i]] | PACKING.bits[codes[2 * i + 1]] << 4;
+    float values[2 * N];
+    uint8_t bits[N], *to_mask = mask() + at / 8;
+    pick(y, values, bits);
+    memcpy((float*)p.y + at / 2, values, count * 2);
+    for (int64_t i = 0; i < count / 8; i++) to_mask[i] = bits[2 * i] | bits[2 * i + 1] << 4;
   }
   void columns(const Four* y, int64_t, int64_t first, int64_t, int64_t count) const {
     const int64_t group = first / p.after, column = first % p.after, step = p.size / 2, mask_step = p.size / 8;
     float* to = (float*)p.y + column * step + 2 * group;
-    uint8_t codes[GROUPS][N], *to_mask = mask() + column * mask_step + group / 2;
-    for (int i = 0; i < GROUPS; i++) find_nonzeros(y[i], codes[i]);
+    float values[GROUPS][2 * N];
+    uint8_t bits[GROUPS][N], *to_mask = mask() + column * mask_step + group / 2;
+    for (int i = 0; i < GROUPS; i++) pick(y[i], values[i], bits[i]);
     for (int64_t g = 0; g < count; g++, to += step, to_mask += mask_step) {
 #pragma GCC unroll 8
-      for (int i = 0; i < GROUPS; i++) pick(y[i], g, codes[i][g], to + 2 * i);
+      for (int i = 0; i < GROUPS; i++) memcpy(to + 2 * i, &values[i][2 * g], 8);
 #pragma GCC unroll 4
-      for (int i = 0; i < GROUPS / 2; i++) to_mask[i] = PACKING.bits[codes[2 * i][g]] | PACKING.bits[codes[2 * i + 1][g]] << 4;
+      for (int i = 0; i < GROUPS / 2; i++) to_mask[i] = bits[2 * i][g] | bits[2 * i + 1][g] << 4;
     }
   }
 };

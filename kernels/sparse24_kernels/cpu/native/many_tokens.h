@@ -150,7 +150,7 @@ inline void decode(const Linear& p, int64_t top, int64_t rows, int64_t j, Block&
     const V* values = (const V*)p.values + (top + r) * values_of(p, p.k) + values_of(p, j);
     const float scale = sizeof(V) == 1 ? scale_of(p, top + r, j) : 1.0f;
     memset(block.places + r * count, 0, count);  // a damaged mask has fewer
-    find_places(p.mask + ((top + r) * p.k + j) / 8, size / 8, block.places + r * count);
+    (p.is_24 ? find_places<true> : find_places<false>)(p.mask + ((top + r) * p.k + j) / 8, size / 8, block.places + r * count);
     for (int64_t i = 0; i < count; i++) block.values[r * count + i] = to_float(values[i]) * scale;
     for (int64_t ahead = count; ahead < 2 * count; ahead += 64 / sizeof(V)) __builtin_prefetch(values + ahead, 0, 2);
   }

@@ -138,12 +138,13 @@ struct PlacesOfByte {
 };
 constexpr PlacesOfByte PLACES_OF_BYTE;
 
-// The places of the ones in `bytes` bytes of a mask, in order; `places` has 8 * (bytes + 1).
+// The places of the ones in `bytes` bytes of a mask, in order; `places` has 8 * (bytes + 1). Of 2:4, four of each byte.
+template <bool IS_24 = false>
 inline void find_places(const uint8_t* mask, int64_t bytes, uint8_t* places) {
   for (int64_t byte = 0; byte < bytes; byte++) {
     const uint64_t found = PLACES_OF_BYTE.of[mask[byte]] + byte * 0x0808080808080808;
-    memcpy(places, &found, 8);
-    places += __builtin_popcount(mask[byte]);
+    memcpy(places, &found, IS_24 ? 4 : 8);
+    places += IS_24 ? 4 : __builtin_popcount(mask[byte]);
   }
 }
 
