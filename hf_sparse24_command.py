@@ -127,7 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
         each.add_argument("--method", help="such as s-ste; without it the model's own, or the default")
         each.add_argument("--target-modules", help="mlp, attention or all-linear; without it the model's own, or mlp")
         dtypes = ("bf16", "fp16", "fp32")
-        each.add_argument("--dtype", choices=dtypes, default="bf16", help="of the GEMMs (default bf16)")
+        text = "of the GEMMs (default bf16; fp32 for training on a CPU, which multiplies sparse in no other)"
+        each.add_argument("--dtype", choices=dtypes, help=text)
         text = "that a layer multiplies at a time: micro-batch x length, patches of images too (default 8192)"
         each.add_argument("--tokens", type=positive_number, default=8192, help=text)
 

@@ -23,8 +23,9 @@ import own_method  # noqa: F401  registers itself for the same
 import pytest
 import transformers
 from accelerate.state import GradientState
-from sparse24_kernels import dispatch, matmul
+from sparse24_kernels import dispatch
 from sparse24_kernels.cpu import build
+from sparse24_kernels.gemm import autotune, cpu_kernels
 from sparse24_kernels.gemm.backend import ON_CHANGE
 
 if find_spec("triton"):
@@ -87,9 +88,19 @@ def dense_math():
     _forget_choices()
 
 
+@pytest.fixture
+def faster_from_32():
+    """A CPU of a kind whose sparse GEMMs were measured to be faster from 32 tokens and features on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "faster_from", lambda: 32)
+        _forget_choices()
+        yield
+    _forget_choices()
+
+
 def _forget_choices():
-    dispatch.choose.cache_clear()
-    matmul._kept_plan.cache_clear()
+    for forget in (dispatch.choose.cache_clear, autotune._decide.cache_clear, *ON_CHANGE):
+        forget()
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,17 @@
 """PatchReport: a table of the layers that became sparse, and of those that stayed dense and why."""
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..config import Sparse24Config
 from ..run import SparseRun
 from ..tables import TableReport, shown_patterns
+from ..weights.sparse_weight import SparseWeight, sparse_weights
 from .targets import Candidate
 
 
@@ -38,6 +41,7 @@ class PatchReport(TableReport):
         total_parameters: number of parameters of the whole model, shared ones once.
         is_pretrained: whether `from_pretrained` loaded dense weights, of which the method now drops a part.
         is_finished: whether a run of the model has ended dense or with adapters, in which it trains on.
+        training: what would run its GEMMs where it is, and why; "" on the meta device.
     """
 
     config: Sparse24Config
@@ -50,6 +54,7 @@ class PatchReport(TableReport):
     total_parameters: int
     is_pretrained: bool = False
     is_finished: bool = False
+    training: str = ""
     _columns = ("module group", "layers", "weights", "sparse")
 
     @property
@@ -76,7 +81,8 @@ class PatchReport(TableReport):
             yield row.group, str(row.layers), shown_count(row.weights), row.skipped or sparse
 
     def _advice(self) -> str | None:
-        return FINISHED if self.is_finished else PRETRAINED if self.is_pretrained else None
+        advice = FINISHED if self.is_finished else PRETRAINED if self.is_pretrained else ""
+        return "\n".join(filter(None, (self.training, advice)))
 
 
 FINISHED = (
@@ -108,7 +114,32 @@ def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], i
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         is_pretrained=is_pretrained,
         is_finished=run.facts.finished,
+        training=_training(model),
     )
+
+
+def _training(model: nn.Module) -> str:
+    weights = list(sparse_weights(model).values())
+    device = weights[0].parameter.device
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and torch.cuda.is_available()):  # it will move
+        return ""
+    return training_way(weights, 2048, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+
+
+def training_way(weights: Iterable[SparseWeight], tokens: int, dtype: torch.dtype, device: torch.device) -> str:
+    """What runs the GEMMs of training, and the most frequent reason, in one line."""
+    counts: Counter[tuple[bool, str]] = Counter()
+    for weight in weights:
+        for gemm in [] if weight.is_stack else weight.method.gemms:
+            plan = gemm.plan(tokens, *weight.sizes, dtype, device, weight.run.backend)
+            counts[plan.is_sparse, plan.reason] += 1
+    parts = []
+    for is_sparse, how in ((True, "sparse"), (False, "dense")):
+        found = Counter({reason: count for (which, reason), count in counts.items() if which is is_sparse})
+        parts += [f"{found.total()} {how} ({reason})" for reason, _ in found.most_common(1)]
+    name = str(dtype).removeprefix("torch.")
+    bf16 = "; bf16 runs dense" if device.type == "cpu" and any(is_sparse for is_sparse, _ in counts) else ""
+    return f"GEMMs of training in {name}, {tokens:,} tokens: {', '.join(parts) or 'dense'}{bf16}"
 
 
 def group_name(name: str) -> str:

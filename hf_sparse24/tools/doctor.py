@@ -133,7 +133,8 @@ def gains(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.devic
             verdict = autotune.verdict_of(gemm.problem(tokens, out, inputs, dtype) or usual, device)
             dense_us, sparse_us = verdict.dense_us or math.nan, verdict.sparse_us or math.nan
             took_us = sparse_us if plan.is_sparse else dense_us
-            cells.append(f"sparse {dense_us / took_us:.2f}x" if plan.is_sparse else f"dense: {plan.reason}")
+            gain = "" if math.isnan(sparse_us) else f" {dense_us / sparse_us:.2f}x"
+            cells.append(f"sparse{gain}" if plan.is_sparse else f"dense: {plan.reason}")
             before, after = before + dense_us, after + took_us
         rows[f"{out} x {inputs}", *cells, "?" if math.isnan(after) else f"{before / after:.2f}x"] += 1
     return [[str(count), *row] for row, count in rows.items()]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..config import Sparse24Config
 from ..methods.settings import SHARED
 from ..patching.masters import check_dense_master
+from ..patching.report import training_way
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
 from ..tables import shown_patterns
@@ -48,25 +49,26 @@ def doctor(options: argparse.Namespace) -> int:
         print(f"\n{REPORT} has all of this: paste it into an issue")
     if model is not None:
         header = ["layers", "out x in", "output", "grad_input", "grad_weight", "gain"]
-        rows = checks.gains(model, options.tokens, _DTYPES[options.dtype], checks.devices()[0])
-        what = shown_patterns(weight.pattern for weight in sparse_weights(model).values())
-        print(f"\n{options.model}, {options.tokens} tokens, {options.dtype}: forward + backward of {what}")
+        weights, device = sparse_weights(model).values(), checks.devices()[0]
+        dtype = _DTYPES[options.dtype] if options.dtype else _gemm_dtype(device)
+        rows = checks.gains(model, options.tokens, dtype, device)
+        what = shown_patterns(weight.pattern for weight in weights)
+        print(f"\n{options.model}: forward + backward of {what}")
         print_table([header, *rows])
+        print(training_way(weights, options.tokens, dtype, device))
     return int(failed)
 
 
 def tune(options: argparse.Namespace) -> int:
     """Measure the sparse GEMMs of a model on this device, and on a CPU its packed layers."""
-    device, dtype = checks.devices()[0], _DTYPES[options.dtype]
+    device, dtype = checks.devices()[0], _DTYPES[options.dtype or "bf16"]
     if reason := autotune.unsupported_device(device):
         raise ValueError(f"nothing to tune here: {reason}")
     model = _patched(options)
     if device.type == "cpu":
         _tune_packed(model, dtype)
+        dtype = _gemm_dtype(device)
     found = checks.problems(model, options.tokens, dtype, device)
-    if not found and device.type == "cpu":
-        print(f"training: no sparse GEMM, which a CPU has in fp32, not in {options.dtype}")
-        return 0
     print(f"{count(len(found), 'GEMM')} of training; Ctrl-C keeps what is done", flush=True)
     sizes = "{0.m} x {0.n} x {0.k}".format
     with Progress("tuning", len(found), "GEMM", partial(print, flush=True)) as progress:
@@ -78,6 +80,10 @@ def tune(options: argparse.Namespace) -> int:
         rows.append([sizes(problem), f"{verdict.backend}: {verdict.reason}", *times])
     print_table(rows)
     return 0
+
+
+def _gemm_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if autotune.uses_cpu_kernels(device) else torch.bfloat16
 
 
 def _tune_packed(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -59,7 +59,7 @@ def training_step(
 ) -> Callable[[], Tensor]:
     """A step of a model's training by so many micro-batches; it returns the last loss.
 
-    The model is patched unless the method is "dense" or "lora". On a GPU a step is the Trainer's: under autocast to
+    The model is patched unless the method is "dense" or "lora". The optimizer is
     bf16, with clipped gradients and a fused optimizer.
     """
     from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_run
@@ -77,7 +77,7 @@ def training_step(
         patch_model(model, Sparse24Config(method=method, **settings, **config))
     run = sparse_run(model)
     special = run and run.method.make_optimizer(step_param_groups(model), total_steps=100_000, lr=1e-4)
-    optimizer = special or torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4, fused=on_gpu)
+    optimizer = special or torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4, fused=True)
     controller = None
     if run:
         controller = Sparse24Controller(model, optimizer, total_steps=100_000, metrics_interval=1000 if on_gpu else 10)

@@ -3,11 +3,12 @@
 import pytest
 import sparse24_kernels as kernels
 import torch
-from sparse24_kernels.cpu.library import load
+from sparse24_kernels.cpu.library import load, loaded
 from sparse24_kernels.formats import split_operand
 from sparse24_kernels.gemm import autotune, compress, cpu_kernels, linear_problem, mm_problem, plan_gemm
 from sparse24_kernels.gemm.sparse_backends import CPU
 from sparse24_kernels.prune import prune_forms
+from torch._dynamo.testing import CompileCounter
 
 from hf_sparse24 import Sparse24Config, patch_model
 
@@ -72,15 +73,53 @@ def test_pruning_writes_the_operand(rule):
 
 def test_what_it_refuses_is_dense_with_its_reason():
     for problem, reason in (
-        (linear_problem(64, 32, 48, torch.float32), "contracts multiples of 32, not 48"),
+        (linear_problem(64, 32, 48, torch.float32), "contracts multiples of 32 only"),
         (linear_problem(64, 32, 32, torch.bfloat16), "run in fp32, not torch.bfloat16"),
     ):
         found = plan_gemm(problem, HERE, "cpu")
         assert not found.is_sparse and reason in found.reason
 
 
+@pytest.mark.parametrize("path", ["avx512_bf16", "avx512", "avx2"])
+@pytest.mark.parametrize(("name", "least"), [("AMD EPYC 9654", 512), ("Intel(R) Xeon(R)", None), ("", None)])
+def test_what_is_known_of_a_kind_of_cpu(path, name, least, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "device_name", lambda device: name)
+    monkeypatch.setattr(loaded(), "path", path)
+    assert cpu_kernels.faster_from() == least
+
+
+def test_auto_without_a_measurement(faster_from_32, monkeypatch):
+    for problem in (linear_problem(32, 96, 64, torch.float32), mm_problem(64, 32, 96, torch.float32)):
+        found = plan_gemm(problem, HERE)
+        assert found.backend is CPU and found.reason == "from 32 tokens and features on, faster on such CPUs"
+        for smaller in ({"m": 31}, {"n": 16}):
+            found = plan_gemm(problem._replace(**smaller), HERE)
+            assert not found.is_sparse and "below 32 tokens or features" in found.reason
+        for refused, reason in (({"k": 72}, "multiples of 32"), ({"dtype": torch.bfloat16}, "not torch.bfloat16")):
+            assert reason in plan_gemm(problem._replace(**refused), HERE).reason
+    monkeypatch.setattr(cpu_kernels, "times", lambda problem: (10.0, 9.0))
+    autotune.tune([problem], HERE)
+    assert not plan_gemm(problem, HERE).is_sparse  # what was measured here decides
+
+
+def test_compiled_lengths_share_the_graphs_of_a_verdict(faster_from_32):
+    torch.compiler.reset()
+    model = torch.nn.ModuleList([torch.nn.Linear(64, 96)])
+    patch_model(model, Sparse24Config(method="s-ste", target_modules="all-linear"))
+    counter = CompileCounter()
+    compiled = torch.compile(model[0], backend=counter)
+    for tokens in (64, 96, 128, 160, 320):
+        x = torch.randn(tokens, 64)
+        assert torch.equal(compiled(x), model[0](x))
+    assert counter.frame_count == 2  # one for the first length alone
+    for tokens in (16, 10, 2):
+        compiled(torch.randn(tokens, 64))
+    assert counter.frame_count == 3
+
+
 def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
     problem = linear_problem(512, 64, 96, torch.float32)
+    monkeypatch.setattr(cpu_kernels, "faster_from", lambda: None)
     assert plan_gemm(problem, HERE).reason == autotune.NOT_TUNED
     monkeypatch.setattr(cpu_kernels, "times", lambda problem: (10.0, 15.0))
     assert autotune.tune([problem], HERE)[problem].backend == "cpu"

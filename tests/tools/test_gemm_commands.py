@@ -73,10 +73,15 @@ def test_predicted_gains(stand_in, monkeypatch):  # noqa: F811
     assert row[2:] == ["sparse 1.60x", "sparse 1.60x", "dense: not tuned: run `hf-sparse24 tune`", "?"]
 
 
-def test_doctor_on_a_model_that_is_not_loaded(directory, capsys):
-    assert main(["doctor", directory, "--tokens", "64", "--method", "t-sr-ste"]) == 0
-    printed = capsys.readouterr().out
-    assert "64 x 32  dense: the sparse GEMMs of CPUs run in fp32, not torch.bfloat16" in printed
+def test_doctor_on_a_model_that_is_not_loaded(directory, capsys, faster_from_32):
+    for dtype, row, line in (
+        ("fp32", "64 x 32  sparse  sparse      sparse       ?", "float32, 64 tokens: 18 sparse (from 32 tokens"),
+        ("bf16", "64 x 32  dense: the sparse GEMMs of CPUs run in fp32", "bfloat16, 64 tokens: 18 dense ("),
+    ):
+        options = ["--tokens", "64", "--method", "t-sr-ste"] + ["--dtype", dtype] * (dtype != "fp32")
+        assert main(["doctor", directory, *options]) == 0
+        printed = capsys.readouterr().out
+        assert row in printed and f"GEMMs of training in {line}" in printed
 
 
 @pytest.mark.parametrize(

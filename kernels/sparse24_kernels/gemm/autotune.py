@@ -101,7 +101,7 @@ def unsupported_device(device: torch.device) -> str | None:
 def unsupported_matrix(problem: GemmProblem, device: torch.device) -> str | None:
     """Why no sparse algorithm of such a device takes the operand of a problem, or None where one does."""
     if uses_cpu_kernels(device):
-        return cpu_kernels.unsupported_matrix(operator.index(problem.k), problem.dtype)
+        return cpu_kernels.unsupported_matrix(problem.k, problem.dtype)
     return cusparselt.unsupported_matrix(problem.m, problem.k, problem.dtype)
 
 
@@ -127,7 +127,7 @@ def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
         return Verdict("dense", reason=reason, measured=False)
     found = _table().get((current_environment(device), problem))
     if found is None:
-        return Verdict("dense", reason=NOT_TUNED, measured=False)
+        return untuned(problem, device)
     where = f"measured at {problem.m} x {problem.n} x {problem.k}"
     if isinstance(found, str):
         return Verdict("dense", reason=f"{where}: no algorithm passes the checks: {found}")
@@ -139,6 +139,19 @@ def _decide(problem: GemmProblem, device: torch.device) -> Verdict:
     elif dense_us < MARGIN * host_us:  # a step of many such calls would wait for the host
         backend, reason = "dense", f"{reason}, but the host takes {host_us:.1f} us to start it"
     return Verdict(backend, algorithm, sparse_us, dense_us, reason)
+
+
+def untuned(problem: GemmProblem, device: torch.device) -> Verdict:
+    """The verdict without a measurement. Of a symbolic size only comparisons, so that one graph holds for many."""
+    least = cpu_kernels.faster_from() if uses_cpu_kernels(device) else None
+    if least is None:
+        return Verdict("dense", reason=NOT_TUNED, measured=False)
+    if problem.m < least or problem.k < least or problem.n < bucket_start(least):  # all tokens of a bucket run alike
+        reason = f"below {least} tokens or features: `hf-sparse24 tune` measures it"
+        return Verdict("dense", reason=reason, measured=False)
+    refused = unsupported_matrix(problem, device)
+    reason = refused or f"from {least} tokens and features on, faster on such CPUs"
+    return Verdict("dense" if refused else "cpu", 0, reason=reason, measured=False)
 
 
 def is_measured(problem: GemmProblem, device: torch.device) -> bool:

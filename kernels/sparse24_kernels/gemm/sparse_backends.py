@@ -18,10 +18,11 @@ from .problem import GemmProblem
 def _verdict(problem: GemmProblem, device: torch.device, requested: bool) -> autotune.Verdict | str:
     """The verdict of autotuning on a GEMM, or the reason why it is left to dense math."""
     if torch.compiler.is_compiling() and not (requested or autotune.is_measured(problem, device)):
-        return autotune.NOT_TUNED  # one graph holds for all lengths that were not
-    if reason := autotune.unsupported_matrix(problem, device):
+        verdict = autotune.untuned(problem, device)  # one graph holds for all lengths that share it
+    elif reason := autotune.unsupported_matrix(problem, device):
         return reason
-    verdict = autotune.verdict_of(problem, device)
+    else:
+        verdict = autotune.verdict_of(problem, device)
     return verdict if requested or verdict.backend != "dense" else verdict.reason
 
 
