@@ -55,12 +55,18 @@ def random_ids(config: Any, *shape: int) -> Tensor:
 
 
 def training_step(
-    model: Any, batch: tuple[int, int], method: str, compiled: bool = False, micro: int = 1, **config: Any
+    model: Any,
+    batch: tuple[int, int],
+    method: str,
+    compiled: bool = False,
+    micro: int = 1,
+    bf16: bool = False,
+    **config: Any,
 ) -> Callable[[], Tensor]:
     """A step of a model's training by so many micro-batches; it returns the last loss.
 
-    The model is patched unless the method is "dense" or "lora". The optimizer is
-    bf16, with clipped gradients and a fused optimizer.
+    The model is patched unless the method is "dense" or "lora". The optimizer is the Trainer's. On a GPU, autocast to
+    bf16 and clipped gradients are too.
     """
     from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_run
     from hf_sparse24.methods import step_param_groups
@@ -86,7 +92,7 @@ def training_step(
 
     def step() -> Tensor:
         for number in range(micro):
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu or bf16):
                 loss = forward(ids, labels=ids, use_cache=False).loss / micro
             loss.backward()
             if controller and number + 1 < micro:

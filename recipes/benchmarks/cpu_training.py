@@ -1,13 +1,15 @@
 """Training on a CPU in fp32: GEMMs, layers and steps by sparse GEMMs, and what pruning alone costs.
 
-A process of each set of instructions, in which MKL, oneDNN, torch and our kernels are limited alike, holds the ways of
-a case, which take turns. Packing the sparse operand of a GEMM is in its time; all that a step does is in a step's.
+A process for each set of instructions and number of threads holds the ways of a case, which take turns. MKL, oneDNN,
+OpenBLAS, torch and our kernels are limited alike. Packing the sparse operand of a GEMM is in its time, oneDNN's and
+OpenBLAS's forms of their operands are not; all that a step does is in a step's.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from statistics import median
 from typing import Any
 
 import sparse24_kernels as kernels
@@ -15,6 +17,7 @@ import torch
 import transformers
 from sparse24_kernels.cpu.library import loaded
 from sparse24_kernels.gemm import cpu_kernels
+from sparse24_kernels.gemm.cpu_kernels import compress as pack
 from torch import nn
 from torch.nn.functional import linear
 
@@ -29,26 +32,33 @@ from .timing import Call, clocked, over, spread, take_turns
 from .variants import Loaded, Variant, serve
 
 AVX2 = {"SPARSE24_CPU": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-AVX2 |= {"ATEN_CPU_CAPABILITY": "avx2"}
+AVX2 |= {"ATEN_CPU_CAPABILITY": "avx2", "OPENBLAS_CORETYPE": "Haswell"}
 INSTRUCTIONS: dict[str, dict[str, str]] = {"best": {}, "avx2": AVX2}
 """Environment of the process that is limited to them."""
 
-SIZES = ((512, 3072, 768), (512, 768, 3072), (1024, 768, 768), (1024, 4096, 1024), (1024, 1024, 4096))
-SIZES += ((2048, 2048, 2048), (32, 96, 64))
+SIZES = ((512, 3072, 768), (512, 768, 3072), (1024, 768, 768), (1024, 1024, 1024), (1024, 4096, 1024))
+SIZES += ((1024, 1024, 4096), (2048, 2048, 2048), (32, 96, 64))
 """Tokens, out and in of GEMMs; the last one is for --quick."""
 
 SPARSE = ("t-sr-ste", "s-ste", "fixed-mask")
+DENSE_GEMMS = ("dense", "oneDNN", "OpenBLAS")
+"""Ways to multiply: as torch is installed (MKL on x86), by its oneDNN tensors, and by NumPy."""
+
 Ways = dict[str, Call]
 
 
 def gemm(tokens: int, out: int, inputs: int, name: str) -> Ways:
+    """Ways to compute `left @ right.T`, of which the first is sparse in output, and in grad_weight."""
     x = torch.randn(tokens, inputs)
     if name == "output":
-        weight = kernels.nm_prune(torch.randn(out, inputs))
-        sparse = lambda: cpu_kernels.linear(x, cpu_kernels.compress(weight), None)  # noqa: E731
-        return {"dense": lambda: linear(x, weight), "sparse": sparse}
-    grad = kernels.nm_prune(torch.randn(tokens, out), dim=0)
-    return {"dense": lambda: grad.t() @ x, "sparse": lambda: cpu_kernels.mm(cpu_kernels.compress(grad.t()), x)}
+        left, right = kernels.nm_prune(torch.randn(out, inputs)), x
+        ways: Ways = {"dense": lambda: linear(x, left), "sparse": lambda: cpu_kernels.linear(x, pack(left), None)}
+    else:
+        left, right = kernels.nm_prune(torch.randn(tokens, out), dim=0).t(), x.t()
+        ways = {"dense": lambda: left @ x, "sparse": lambda: cpu_kernels.mm(pack(left), x)}
+    opaque = [matrix.contiguous().to_mkldnn() for matrix in (right, left)]
+    arrays = right.numpy(), left.numpy().T
+    return ways | {"oneDNN": lambda: linear(*opaque), "OpenBLAS": lambda: arrays[0] @ arrays[1]}
 
 
 def layer(
@@ -90,7 +100,8 @@ def by(backend: str, *methods: str) -> dict[str, dict[str, Any]]:
 
 
 DENSE = {"dense": {"method": "dense"}}
-STEPS = DENSE | by("cpu", *SPARSE) | by("dense", "t-sr-ste")
+BF16 = {"dense, bf16": {"method": "dense", "bf16": True}}
+STEPS = DENSE | by("auto", *SPARSE) | by("dense", "s-ste", "fixed-mask") | BF16
 CASES: dict[str, dict[str, Callable[[], Ways]]] = {
     "gemms": {
         f"{size[0]} x {size[2]} x {size[1]}, {name}": partial(gemm, *size, name)
@@ -98,8 +109,8 @@ CASES: dict[str, dict[str, Callable[[], Ways]]] = {
     },
     "layers": {"1024 -> 4096, 1024 tokens": partial(layer, 1024, 4096, 1024)},
     "steps": {
-        "a step of a Llama of 8 layers, d = 1024": partial(steps, "Llama, d = 1024", (2, 512), STEPS),
-        "a step of GPT-2 124M": partial(steps, "GPT-2 124M", (1, 1024), DENSE | by("cpu", "t-sr-ste")),
+        "a step of a Llama of 4 layers, d = 1024": partial(steps, "Llama, d = 1024", (2, 512), STEPS),
+        "a step of GPT-2 124M": partial(steps, "GPT-2 124M", (1, 1024), DENSE | by("auto", "t-sr-ste") | BF16),
         "a step of the tiny Llama": partial(steps, "tiny Llama", (2, 32), STEPS),
     },
 }
@@ -148,8 +159,8 @@ class Training(Section):
 
     def __init__(self, quick: bool = False):
         self.quick = quick
-        self.turns = (2, 2, 0.0) if quick else (3, 7, 60.0)
-        self.alive: tuple[str, Variant] | None = None
+        self.turns = (2, 2, 0.0) if quick else (5, 9, 60.0)
+        self.alive: tuple[tuple[str, int], Variant] | None = None
 
     def entries(self) -> list[Entry]:
         cases = [(part, case) for part, found in self.cases.items() for case in found]
@@ -168,14 +179,15 @@ class Training(Section):
             self.alive[1].close()
         self.alive = None
 
-    def variant(self, instructions: str) -> Variant:
-        if self.alive is None or self.alive[0] != instructions:
+    def variant(self, instructions: str, threads: int) -> Variant:
+        if self.alive is None or self.alive[0] != (instructions, threads):
             self.close()
-            self.alive = instructions, Variant(__name__, limits=INSTRUCTIONS[instructions])
+            limits = INSTRUCTIONS[instructions] | {"OPENBLAS_NUM_THREADS": str(threads)}
+            self.alive = (instructions, threads), Variant(__name__, limits=limits)
         return self.alive[1]
 
     def measure(self, run: Run, entry: Entry) -> Row:
-        variant = self.variant(entry.instructions)
+        variant = self.variant(entry.instructions, entry.threads)
         request = {"case": entry.case, "threads": entry.threads}
 
         def sample(way: str) -> float:
@@ -185,6 +197,9 @@ class Training(Section):
         found = take_turns({way: partial(sample, way) for way in ways}, *self.turns)
         facts: Row = {"part": entry.part, "path": variant.loaded["path"], "turns": len(found["dense"])}
         facts |= {f"{way} over dense": over(found["dense"], found[way]) for way in ways[1:]}
+        if entry.part == "gemms":
+            best = min(DENSE_GEMMS, key=lambda way: median(found[way]))
+            facts |= {"best": best, "sparse over best": over(found[best], found["sparse"])}
         return {"times": {way: spread(seconds) for way, seconds in found.items()}, "facts": facts}
 
 

@@ -70,7 +70,7 @@ MODELS = {
     "GPT-2 355M": gpt2(1024, 24, 16),
     "GPT-2 1.5B": gpt2(1600, 48, 25),
     "SmolLM2-135M": Shape(576, 1536, 30, 9, 3, 49152, tied=True),
-    "Llama, d = 1024": Shape(1024, 2816, 8, 16, 16, 8192),
+    "Llama, d = 1024": Shape(1024, 2816, 4, 16, 16, 8192),
     "small Llama": Shape(256, 768, 4, 4, 4, 4096),
     "tiny Llama": Shape(128, 256, 2, 2, 1, 512, tied=True),
 }
