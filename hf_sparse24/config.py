@@ -62,7 +62,7 @@ class Sparse24Config(_InConfigJson):
         layer_patterns: other patterns for some layers, such as `{"down_proj": "1:4"}`: N:M by what picks the layers, in
             the words of `target_modules`. Two that pick a layer must have the same pattern.
         backend: what runs the GEMMs: `"dense"`, `"cusparselt"`, `"cpu"`, or `"auto"`: sparse GEMMs where `hf-sparse24
-            tune` has measured that they are faster, and that the GPU need not wait for the host; else dense math.
+            tune`, or on AMD's CPUs we, measured that they are faster, and a GPU need not wait; else dense math.
         dense_start: length of dense training before sparsity starts: an int counts optimizer steps, a float below 1 is
             a fraction of training. None for the method's default.
         dense_tail: length of dense training after sparsity ends, in the same units. None for the method's default.

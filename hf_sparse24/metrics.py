@@ -5,10 +5,7 @@ from torch import Tensor
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> float:
-    """Return the share of the L1 norm that the bool mask keeps, 0 to 1.
-
-    On Gaussian weights it is 0.745 for 2:4 by rows, 0.703 for transposable 2:4.
-    """
+    """Return the share of the L1 norm that the bool mask keeps: of Gaussian weights 0.745, or 0.703 if transposable."""
     magnitude = weight.float().abs()
     return (magnitude * mask).sum().item() / max(magnitude.sum().item(), torch.finfo(torch.float32).tiny)
 

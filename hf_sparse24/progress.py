@@ -57,12 +57,8 @@ class Progress:
 def get_logger(name: str) -> Logger:
     """Return Transformers' logger for a module, silenced in all processes but the main one, which logs the same."""
     logger = cast(Logger, logging.get_logger(name))
-    logger.addFilter(_is_main_process)
+    logger.addFilter(lambda _: rank() == 0)
     return logger
-
-
-def _is_main_process(_: object) -> bool:
-    return rank() == 0
 
 
 def is_watched() -> bool:
@@ -79,6 +75,5 @@ def count(number: int, unit: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in the unit that fits it, such as `"3.2 s"`, `"5 min"` or `"2.5 h"`."""
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    minutes = f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return f"{seconds:.1f} s" if seconds < 100 else minutes

@@ -93,17 +93,13 @@ class _SparseLinearFunction(torch.autograd.Function):
 def _output(gemm: Gemm, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Z = X W^T from a pruned X `[..., in]`."""
     x, weight = _rounded(gemm, "e4m3", x, weight)
-    if plan.is_sparse:
-        return sparse_layer(x, weight, bias, plan)
-    return nn.functional.linear(x, weight, bias)
+    return sparse_layer(x, weight, bias, plan) if plan.is_sparse else nn.functional.linear(x, weight, bias)
 
 
 def _grad_input(gemm: Gemm, plan: GemmPlan, grad: Tensor, weight: Tensor, key: Tensor | None) -> Tensor:
     """dX = dZ W from `[..., out]`."""
     grad, weight = _rounded(gemm, "e5m2", gemm.prune(grad, -1, key), weight)
-    if plan.is_sparse:
-        return sparse_layer(grad, weight, None, plan)
-    return grad @ weight
+    return sparse_layer(grad, weight, None, plan) if plan.is_sparse else grad @ weight
 
 
 def _grad_weight(gemm: Gemm, grad: Tensor, x: Tensor, key: Tensor | None, backend: str) -> Tensor:

@@ -41,7 +41,9 @@ def adopt(model: nn.Module, weights: Mapping[str, SparseWeight] | None = None) -
     first = max(weights, key=lambda name: id(weights[name].run.saved) in written)
     run = cast(SparseRun, weights[first].run)
     for name, weight in weights.items():
-        if weight.run is not run and not _is_unused_copy(weight.run, run):
+        other = cast(SparseRun, weight.run)
+        is_unused = not other.owners and other.controller is None
+        if other is not run and not (is_unused and (other.config, other.phase) == (run.config, run.phase)):
             way = "call unpatch_model on the parts, then patch_model on the whole model"
             raise ValueError(f"{name} and {first} were patched apart, with two configs; {way}")
     for weight in weights.values():
@@ -55,11 +57,6 @@ def adopt(model: nn.Module, weights: Mapping[str, SparseWeight] | None = None) -
             if named is None and len(wholes) == 1 and not is_part:
                 name_layers(whole, run)
     return run
-
-
-def _is_unused_copy(other: Any, run: SparseRun) -> bool:
-    is_equal = other.config == run.config and other.phase == run.phase
-    return is_equal and not other.owners and other.controller is None
 
 
 def write_config(model: nn.Module, run: SparseRun) -> None:

@@ -1,17 +1,17 @@
 """PatchReport: a table of the layers that became sparse, and of those that stayed dense and why."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from sparse24_kernels.gemm.planning import in_words
 from torch import nn
 
 from ..config import Sparse24Config
 from ..run import SparseRun
 from ..tables import TableReport, shown_patterns
-from ..weights.sparse_weight import SparseWeight, sparse_weights
+from ..weights.gemms import Gemm
 from .targets import Candidate
 
 
@@ -39,9 +39,10 @@ class PatchReport(TableReport):
         patched_parameters: number of weights under an N:M pattern.
         zero_parameters: number of zeros among them.
         total_parameters: number of parameters of the whole model, shared ones once.
+        device: where the first sparse weight is.
+        gemms: the GEMMs of each layer, each with the layer's sizes (out, in); none of stacks of experts.
         is_pretrained: whether `from_pretrained` loaded dense weights, of which the method now drops a part.
         is_finished: whether a run of the model has ended dense or with adapters, in which it trains on.
-        training: what would run its GEMMs where it is, and why; "" on the meta device.
     """
 
     config: Sparse24Config
@@ -52,15 +53,26 @@ class PatchReport(TableReport):
     patched_parameters: int
     zero_parameters: int
     total_parameters: int
+    device: torch.device
+    gemms: tuple[tuple[Gemm, tuple[int, int]], ...]
     is_pretrained: bool = False
     is_finished: bool = False
-    training: str = ""
     _columns = ("module group", "layers", "weights", "sparse")
 
     @property
     def sparse_share(self) -> float:
         """Share of the model's parameters that are zero while it is sparse."""
         return self.zero_parameters / self.total_parameters
+
+    @property
+    def training(self) -> str:
+        """What runs the GEMMs of training on `device`, and why; "" on meta, or with another backend than auto."""
+        device, is_cpu = self.device, self.device.type == "cpu"
+        if device.type == "meta" or self.config.backend != "auto" or (is_cpu and torch.cuda.is_available()):
+            return ""  # the last: it will move
+        dtype = torch.float32 if is_cpu else torch.bfloat16
+        plans = (gemm.plan(2048, *sizes, dtype, device, "auto") for gemm, sizes in self.gemms)
+        return f"GEMMs of 2,048 tokens in {dtype}: {in_words(plans) or 'dense'}{'; bf16 runs dense' * is_cpu}"
 
     def __repr__(self) -> str:
         return f"<PatchReport: {self._title()}>"
@@ -95,7 +107,9 @@ PRETRAINED = (
 )
 
 
-def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], is_pretrained: bool) -> PatchReport:
+def make_report(
+    model: nn.Module, run: SparseRun, candidates: list[Candidate], is_pretrained: bool, gemms: tuple
+) -> PatchReport:
     groups: dict[tuple[str, str | None, str | None], list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault((group_name(candidate.name), candidate.skipped, candidate.note), []).append(candidate)
@@ -114,32 +128,9 @@ def make_report(model: nn.Module, run: SparseRun, candidates: list[Candidate], i
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         is_pretrained=is_pretrained,
         is_finished=run.facts.finished,
-        training=_training(model),
+        device=patched[0].weight.device,
+        gemms=gemms,
     )
-
-
-def _training(model: nn.Module) -> str:
-    weights = list(sparse_weights(model).values())
-    device = weights[0].parameter.device
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and torch.cuda.is_available()):  # it will move
-        return ""
-    return training_way(weights, 2048, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
-
-
-def training_way(weights: Iterable[SparseWeight], tokens: int, dtype: torch.dtype, device: torch.device) -> str:
-    """What runs the GEMMs of training, and the most frequent reason, in one line."""
-    counts: Counter[tuple[bool, str]] = Counter()
-    for weight in weights:
-        for gemm in [] if weight.is_stack else weight.method.gemms:
-            plan = gemm.plan(tokens, *weight.sizes, dtype, device, weight.run.backend)
-            counts[plan.is_sparse, plan.reason] += 1
-    parts = []
-    for is_sparse, how in ((True, "sparse"), (False, "dense")):
-        found = Counter({reason: count for (which, reason), count in counts.items() if which is is_sparse})
-        parts += [f"{found.total()} {how} ({reason})" for reason, _ in found.most_common(1)]
-    name = str(dtype).removeprefix("torch.")
-    bf16 = "; bf16 runs dense" if device.type == "cpu" and any(is_sparse for is_sparse, _ in counts) else ""
-    return f"GEMMs of training in {name}, {tokens:,} tokens: {', '.join(parts) or 'dense'}{bf16}"
 
 
 def group_name(name: str) -> str:

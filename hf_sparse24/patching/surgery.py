@@ -71,7 +71,7 @@ def patch_model(model: nn.Module, config: Sparse24Config | None = None) -> Patch
     is_pretrained = _loses_weights(candidates, run)
     weights = _make_sparse(model, run, candidates)
     adopt(model, weights)
-    report = make_report(model, run, candidates, is_pretrained)
+    report = make_report(model, run, candidates, is_pretrained, _gemms(weights))
     if wants_packed_master(run.config):
         pack_masters(weights, run)
     return report
@@ -90,7 +90,11 @@ def _patch_again(model: nn.Module, run: SparseRun, config: Sparse24Config | None
         for each in find_candidates(model, run)
     ]
     adopt(model)
-    return make_report(model, run, candidates, False)
+    return make_report(model, run, candidates, False, _gemms(sparse_weights(model)))
+
+
+def _gemms(weights: dict[str, SparseWeight]) -> tuple:
+    return tuple((gemm, each.sizes) for each in weights.values() if not each.is_stack for gemm in each.method.gemms)
 
 
 def named_config(model: Any) -> Sparse24Config | None:

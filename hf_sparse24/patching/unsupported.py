@@ -14,33 +14,24 @@ from ..methods import SparseMethod
 from ..weights.input_dim import find_input_dim
 from ..weights.sharding import is_sharded
 
-READ_BY = {
-    "BambaMixer": ("out_proj",),
+_MIXERS = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer")
+READ_BY = dict.fromkeys((*_MIXERS, "MultiheadAttention", "Zamba2MambaMixer"), ("out_proj",)) | {
+    **{f"{name}Mixer": ("dt_proj", "out_proj", "x_proj") for name in ("FalconMamba", "Mamba")},
+    **{f"{name}MHAttentionMap": ("k_proj",) for name in ("ConditionalDetr", "Detr", "MaskFormerDetr")},
     "DabDetrMHAttentionMap": ("k_linear",),
-    "ConditionalDetrMHAttentionMap": ("k_proj",),
-    "DetrMHAttentionMap": ("k_proj",),
-    "MaskFormerDetrMHAttentionMap": ("k_proj",),
     "DisentangledSelfAttention": ("in_proj",),
-    "FalconH1Mixer": ("out_proj",),
-    "FalconMambaMixer": ("dt_proj", "out_proj", "x_proj"),
     "Gemma3nTextAltUp": ("correction_coefs", "prediction_coefs"),
-    "GraniteMoeHybridMambaLayer": ("out_proj",),
     "JambaMambaMixer": ("dt_proj",),
     "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
     "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
     "LongcatFlashTopkRouter": ("classifier",),
     "LSHSelfAttention": ("query_key", "value"),
-    "Mamba2Mixer": ("out_proj",),
-    "MambaMixer": ("dt_proj", "out_proj", "x_proj"),
     "MobileBertLMPredictionHead": ("decoder", "dense"),
-    "MultiheadAttention": ("out_proj",),
-    "NemotronHMamba2Mixer": ("out_proj",),
     "NeoMMEForMaskedLM": ("unembedding_projection",),
     "PPDocLayoutV2ReadingOrderEncoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
     "TDNNLayer": ("kernel",),
     "TransformerEncoderLayer": ("linear1", "linear2"),
     "WavLMAttention": ("k_proj", "out_proj", "q_proj", "v_proj"),
-    "Zamba2MambaMixer": ("out_proj",),
 }
 """The layers whose weights a class of PyTorch or Transformers multiplies by itself: a sparse layer's forward would not
 run. A test looks for others in the installed Transformers."""

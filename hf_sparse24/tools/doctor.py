@@ -34,13 +34,11 @@ def devices() -> list[torch.device]:
 
 def choices(device: torch.device) -> list[tuple[str, str, str]]:
     """Rows of each kind of work on `device`: the work, what runs it, and why."""
-    large = linear_problem(8192, 4096, 4096, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    plan = plan_gemm(large, device)
-    rows = [
-        ("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16)),
-        ("GEMMs of 4096 x 4096", plan.backend.name, plan.reason),
-        ("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")),
-    ]
+    rows = [("pruning, masks, MVUE", *choose_kernels(device, torch.bfloat16))]
+    for dtype in (torch.float32, torch.bfloat16)[device.type != "cpu" :]:
+        plan = plan_gemm(linear_problem(8192, 4096, 4096, dtype), device)
+        rows.append((f"GEMMs of 4096 x 4096 in {dtype}".replace("torch.", ""), plan.backend.name, plan.reason))
+    rows.append(("packed weights", *choose_kernels(device, torch.bfloat16, operator="packed_linear")))
     for dtype, values, pattern in _PACKED:
         problem = linear_problem(1, 2048, 2048, dtype)._replace(is_int8=values is torch.int8, pattern=pattern)
         what = f"  {pattern} of {str(values or dtype).removeprefix('torch.')}, 1 token"

@@ -2,6 +2,7 @@
 
 import argparse
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -9,12 +10,12 @@ from sparse24_kernels import first_use
 from sparse24_kernels.cache_folder import write_json
 from sparse24_kernels.cpu import limits
 from sparse24_kernels.gemm import autotune
+from sparse24_kernels.gemm.planning import in_words
 from transformers import PreTrainedModel
 
 from ..config import Sparse24Config
 from ..methods.settings import SHARED
 from ..patching.masters import check_dense_master
-from ..patching.report import training_way
 from ..patching.surgery import patch_model
 from ..progress import Progress, count
 from ..tables import shown_patterns
@@ -51,11 +52,12 @@ def doctor(options: argparse.Namespace) -> int:
         header = ["layers", "out x in", "output", "grad_input", "grad_weight", "gain"]
         weights, device = sparse_weights(model).values(), checks.devices()[0]
         dtype = _DTYPES[options.dtype] if options.dtype else _gemm_dtype(device)
-        rows = checks.gains(model, options.tokens, dtype, device)
+        how = options.tokens, dtype, device
         what = shown_patterns(weight.pattern for weight in weights)
-        print(f"\n{options.model}: forward + backward of {what}")
-        print_table([header, *rows])
-        print(training_way(weights, options.tokens, dtype, device))
+        print(f"\n{options.model}, {options.tokens} tokens, {dtype}: forward + backward of {what}")
+        print_table([header, *checks.gains(model, *how)])
+        plans = [checks.gemm_plans(weight, *how).values() for weight in weights if not weight.is_stack]
+        print(f"  GEMMs: {in_words(chain.from_iterable(plans))}")
     return int(failed)
 
 

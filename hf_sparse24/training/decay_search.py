@@ -90,10 +90,6 @@ def probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
         model = copy.deepcopy(model_of(trainer))
         run, watch = cast(SparseRun, sparse_run(model)), _Watch(sparse_weights(model_of(trainer)), steps)
         run.change_settings(masked_decay=decay or 0.0)
-        if decay is None:
-            set_phase(model, "dense")
-        else:
-            run.change_settings(**{name: 0 for name in ("dense_start", "dense_tail") if hasattr(run.config, name)})
         copied = copy.copy(trainer)
         vars(copied)["model_init"] = None  # it would make another model
         if trainer.is_in_train:
@@ -104,7 +100,10 @@ def probe(trainer: Trainer, decay: float | None, steps: int | None) -> float:
         args.save_strategy = args.eval_strategy = args.logging_strategy = "no"
         args.load_best_model_at_end, args.push_to_hub, args.report_to = False, False, []
         copied.callback_handler = CallbackHandler([DefaultFlowCallback(), watch], model, None, None, None)
-        if decay is not None:
+        if decay is None:
+            set_phase(model, "dense")
+        else:
+            run.change_settings(**{name: 0 for name in ("dense_start", "dense_tail") if hasattr(run.config, name)})
             Sparse24Callback.add_to(copied, check_reference=False)
         copied.create_accelerator_and_postprocess()  # another loss scale
         copied.train()

@@ -90,14 +90,11 @@ def test_an_entry_serves_its_own_problem_and_environment(monkeypatch):
 
 
 def test_buckets():
-    assert [bucket(n) for n in (0, 1, 16, 17, 33, 48, 49, 4096, 4097, 6144, 6145)] == [
-        *(16, 16, 16, 32, 48, 48, 64, 4096, 6144, 6144, 8192)
-    ]
-    for n in range(1, 3000):
-        assert bucket_start(n) <= n <= bucket(n)
-        assert bucket(bucket_start(n)) == bucket(n) and (
-            n == 1 or bucket_start(n) in (1, bucket(bucket_start(n) - 1) + 1)
-        )
+    given = (0, 1, 16, 17, 33, 48, 49, 4096, 4097, 6144, 6145)
+    assert [*map(bucket, given)] == [16, 16, 16, 32, 48, 48, 64, 4096, 6144, 6144, 8192]
+    for n in range(2, 3000):
+        start = bucket_start(n)
+        assert start <= n <= bucket(n) == bucket(start) and start in (1, bucket(start - 1) + 1)
 
 
 def test_in_a_compiled_graph(monkeypatch):
@@ -264,10 +261,8 @@ def test_a_search_that_fails_leaves_the_default_and_no_memory_nothing(monkeypatc
     assert tune([SMALL], CPU)[SMALL].algorithm == 0
     assert "no heuristic" in caplog.text
     monkeypatch.setattr(autotune, "prepare", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
-    assert tune([SMALL], CPU)[SMALL][::4] == (
-        "dense",
-        "measured at 128 x 48 x 128: no algorithm passes the checks: no memory",
-    )
+    reason = "measured at 128 x 48 x 128: no algorithm passes the checks: no memory"
+    assert tune([SMALL], CPU)[SMALL][::4] == ("dense", reason)
 
 
 def test_an_interruption_keeps_what_is_measured_and_a_table_of_others(monkeypatch):

@@ -21,6 +21,16 @@ def test_report():
     assert rows["model.layers.*.mlp.up_proj"].layers == 2 and rows["lm_head"].skipped == "output embedding"
 
 
+def test_the_report_says_what_runs_the_gemms(faster_from_32):
+    for method, gemms in (("t-sr-ste", "18 sparse"), ("fixed-mask", "6 sparse")):
+        report = patch_model(zoo.build("llama"), Sparse24Config(method=method))
+        assert report.training.startswith(f"GEMMs of 2,048 tokens in torch.float32: {gemms} (from 32 tokens")
+        assert "bf16 runs dense" in report.training and report.training in str(report)
+    with torch.device("meta"):
+        assert not patch_model(zoo.build("llama")).training
+    assert not patch_model(zoo.build("llama"), Sparse24Config(backend="dense")).training
+
+
 def test_titles_name_every_pattern():
     data = [torch.arange(32)[None]]
     for sparse, expected in (

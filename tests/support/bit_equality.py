@@ -3,7 +3,6 @@
     python tests/support/bit_equality.py               # every scenario, compared with bit_equality.json
     python tests/support/bit_equality.py --only lora   # those whose names begin with "lora"
     python tests/support/bit_equality.py --record      # write bit_equality.json
-    python tests/support/bit_equality.py --list
 
 `--record` belongs to the commit before such a change: the scenarios use public names alone, so that this file runs
 there too. Hashed are weights, masks, scales, moments of optimizers, losses and logits, never bytes of files, whose
@@ -421,31 +420,6 @@ def packed_masters(parts: Parts, folder: Path) -> None:
     add_state(parts, "unpacked", unpack_model(model))
 
 
-def packed_models(parts: Parts, folder: Path) -> None:
-    """Packed in place, in float and int8 values, and unpacked."""
-    from hf_sparse24 import pack_model, unpack_model
-
-    for name, pattern, values in (("llama", "2:4", "float"), ("gpt2", "16:32", "int8"), ("llama", "1:4", "int8")):
-        model = patched(name, "fixed-mask", pattern=pattern)
-        pack_model(model, values)
-        add_state(parts, f"{name} {pattern} {values}", model)
-        add_state(parts, f"{name} {pattern} {values}, unpacked", unpack_model(model))
-
-
-def fused_gated_mlps(parts: Parts, folder: Path) -> None:
-    """Gate and up in one operator, while a model trains."""
-    from hf_sparse24 import fuse_gated_mlps
-    from hf_sparse24.layers.gated import FusedGatedMLP
-    from hf_sparse24.layers.sparse_module import change_class
-
-    model = patched("llama", "t-sr-ste")
-    assert fuse_gated_mlps(model)
-    Loop(model).run().add(parts)
-    for module in (module for module in model.modules() if isinstance(module, FusedGatedMLP)):
-        change_class(module, module.made_of[1])
-    add_state(parts, "unfused", model)
-
-
 def decay_search(method: str) -> Scenario:
     """`masked_decay="auto"`, determined by probes, then trained with."""
 
@@ -455,21 +429,6 @@ def decay_search(method: str) -> Scenario:
         run = trainer(model, folder, max_steps=12, warmup_steps=8, gradient_accumulation_steps=1)
         run.train()
         parts.add("mu", [run.decay_tuning.mu, list(run.decay_tuning.mu), run.decay_tuning.chosen])
-        parts.add("log", logged(run))
-        add_state(parts, "trained", model, run.optimizer)
-
-    return run
-
-
-def auto_switch(rule: str, lr: float, eps: float) -> Scenario:
-    """STEP whose optimizer finds the step at which it switches."""
-
-    def run(parts: Parts, folder: Path) -> None:
-        model = patched("llama", "step", switch_rule=rule, switch_after=1, switch_by=11)
-        run = trainer(model, folder, max_steps=12, learning_rate=lr, adam_epsilon=eps, adam_beta2=0.8)
-        run.train()
-        phases = [log["sparse_phase"] for log in logged(run)]
-        assert 2 < phases.index(1.0) < 9, phases  # neither limit has decided
         parts.add("log", logged(run))
         add_state(parts, "trained", model, run.optimizer)
 
@@ -501,11 +460,7 @@ SCENARIOS: dict[str, Scenario] = {
     "distillation temperature": distillation("s-ste", weight=0.7, temperature=2.0),
     **{f"experts {method}": experts(method) for method in ("fixed-mask", "s-ste", "sr-ste")},
     "packed masters": packed_masters,
-    "packed models": packed_models,
-    "fused gated mlps": fused_gated_mlps,
     **{f"decay search {method}": decay_search(method) for method in ("sr-ste", "t-sr-ste")},
-    "auto switch arithmetic": auto_switch("arithmetic", 1e-2, 6.1e-6),
-    "auto switch geometric": auto_switch("geometric", 1e-1, 6.2e-7),
 }
 
 
@@ -559,13 +514,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="NAME", help="scenarios whose names begin with this")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
-    parser.add_argument("--list", action="store_true", help="the names of the scenarios")
     given = parser.parse_args()
     if folder := os.environ.get(_CHILD):
         _run_child(Path(folder), given.only)
-        return 0
-    if given.list:
-        print("\n".join(SCENARIOS))
         return 0
     result = measure(given.only)
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {"facts": None, "scenarios": {}}

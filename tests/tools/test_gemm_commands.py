@@ -75,13 +75,12 @@ def test_predicted_gains(stand_in, monkeypatch):  # noqa: F811
 
 def test_doctor_on_a_model_that_is_not_loaded(directory, capsys, faster_from_32):
     for dtype, row, line in (
-        ("fp32", "64 x 32  sparse  sparse      sparse       ?", "float32, 64 tokens: 18 sparse (from 32 tokens"),
-        ("bf16", "64 x 32  dense: the sparse GEMMs of CPUs run in fp32", "bfloat16, 64 tokens: 18 dense ("),
+        ([], "64 x 32  sparse  sparse      sparse       ?", "GEMMs: 18 sparse (from 32 tokens"),
+        (["--dtype", "bf16"], "64 x 32  dense: the sparse GEMMs of CPUs run in fp32", "GEMMs: 18 dense ("),
     ):
-        options = ["--tokens", "64", "--method", "t-sr-ste"] + ["--dtype", dtype] * (dtype != "fp32")
-        assert main(["doctor", directory, *options]) == 0
+        assert main(["doctor", directory, "--tokens", "64", "--method", "t-sr-ste", *dtype]) == 0
         printed = capsys.readouterr().out
-        assert row in printed and f"GEMMs of training in {line}" in printed
+        assert row in printed and line in printed
 
 
 @pytest.mark.parametrize(

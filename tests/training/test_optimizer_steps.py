@@ -143,20 +143,11 @@ def test_several_optimizers_are_refused_with_the_way_out_and_one_of_them_is_foll
     muon = torch.optim.Muon(model[:2].parameters(), lr=0.0, weight_decay=0.0)
     adamw = torch.optim.AdamW(model[2].parameters(), lr=0.0)
     for optimizer, reason in (
-        (
-            muon,
-            "does not hold 2.weight, .* a controller follows one optimizer, and this one holds other sparse weights",
-        ),
+        (muon, "does not hold 2.weight, .* follows one optimizer, and this one holds other sparse weights"),
         (adamw, "does not hold 0.weight, .* a controller follows one optimizer"),
         (torch.optim.SGD(nn.Linear(8, 8).parameters()), "does not hold 0.weight, .*, or pass the one that holds it"),
-        (
-            [muon, adamw],
-            "optimizer=list: must be a torch.optim.Optimizer, .* of several, such as Muon and AdamW, make one",
-        ),
-        (
-            Chained(muon, adamw, has_hooks=False),
-            r"optimizer=Chained: must be .* hooks that its __init__\(param_groups",
-        ),
+        ([muon, adamw], "optimizer=list: must be a torch.optim.Optimizer, .* of several, such as Muon and AdamW, make"),
+        (Chained(muon, adamw, has_hooks=False), r"optimizer=Chained: must be .* hooks that its __init__\(param_groups"),
     ):
         with pytest.raises(ValueError, match=reason):
             Sparse24Controller(model, optimizer, total_steps=2)
@@ -296,8 +287,6 @@ def test_what_cannot_be_trained_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Sparse24Controller(model, torch.optim.SGD(model.parameters()), total_steps=3)
-    with pytest.raises(ValueError, match=r"optimizer=list: must be a torch.optim.Optimizer"):
-        Sparse24Controller(mlp(), [], total_steps=3)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.fused_backward = lambda loss, lr: None  # as lomo_optim's

@@ -1,5 +1,8 @@
 """Which backend runs a GEMM, by which algorithm, and the operand as it stores it. Every plan has its reason."""
 
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -27,7 +30,8 @@ def plan_gemm(problem: GemmProblem, device: torch.device, backend: str = "auto")
             results, says that it is faster and that the GPU need not wait for the host; requested, by the fastest known
             algorithm even where dense is faster, or where nothing was measured by the library's default, on compute
             capability 9.0 by the one that was fastest there. `"cpu"` runs
-            in fp32 on CPUs, under `"auto"` where a measurement says that it is faster. `register_backend` adds others.
+            in fp32 on CPUs, under `"auto"` where a measurement says that it is faster, or without one, from 512 tokens
+            and features on, on AMD's. `register_backend` adds others.
 
     Returns:
         The plan, with its reason. Dense math runs what the backends refuse, each with its reason.
@@ -89,6 +93,14 @@ def plan_packed(problem: GemmProblem, device: torch.device) -> GemmPlan:
     # Of a dense copy, in the dtype of the result.
     plan = plan_gemm(problem._replace(is_int8=False, pattern=Pattern(2, 4)), device)
     return plan._replace(reason=f"{planned}; {plan.reason}")
+
+
+def in_words(plans: Iterable[GemmPlan]) -> str:
+    """How many GEMMs run sparse and how many dense, each with its most frequent reason."""
+    reasons: dict[str, Counter[str]] = {"sparse": Counter(), "dense": Counter()}
+    for plan in plans:
+        reasons["sparse" if plan.is_sparse else "dense"][plan.reason] += 1
+    return ", ".join(f"{x.total()} {how} ({x.most_common(1)[0][0]})" for how, x in reasons.items() if x)
 
 
 def compress(matrix: Tensor | Packed, plan: GemmPlan) -> Operand:
