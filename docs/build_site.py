@@ -11,11 +11,13 @@ page, and the README's line of links.
 import argparse
 import configparser
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,25 +149,44 @@ _CURVES = (
 
 def costs_page() -> str:
     costs = _costs(json.loads((RESULTS / "cpu_step_time.json").read_text()))
-    training = _training(json.loads((RESULTS / "cpu_training.json").read_text()))
-    return "\n\n".join(["# Training on a CPU", _SPARSE, training, _NOTES, "## What pruning costs", _COSTS, costs])
+    training = json.loads((RESULTS / "cpu_training.json").read_text())
+    made = f"`{training['command']}`, {training['date'][:10]}, with {_made(training)}."
+    parts = ["# Training on a CPU", _SPARSE, _training(training), _NOTES, made, "## GEMMs", _GEMMS, *_gemms(training)]
+    return "\n\n".join([*parts, "## What pruning costs", _COSTS, costs])
+
+
+def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The case of each row of training, on which path and threads, and the row."""
+    for name, row in result["sections"]["training"]["rows"].items():
+        case, _, threads = name.rsplit(", ", 2)
+        yield case, f"{row['facts']['path']}, {threads}", row
 
 
 def _training(result: dict[str, Any]) -> str:
-    """A row for each case and way, with the speed-up on each path and number of threads."""
+    """A row for each layer or step and way, with the speed-up on each path and number of threads."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for name, row in result["sections"]["training"]["rows"].items():
-        case, _, threads = name.rsplit(", ", 2)
-        for fact, found in row["facts"].items():
+    for case, where, row in _rows(result):
+        facts = row["facts"].items() if row["facts"]["part"] != "gemms" else ()
+        for fact, found in facts:
             if fact.endswith(" over dense"):
-                where, way = f"{row['facts']['path']}, {threads}", fact.removesuffix(" over dense")
-                rows.setdefault((case, way), {})[where] = "{1:.2f} ({0:.2f} to {2:.2f})".format(*found)
+                rows.setdefault((case, fact.removesuffix(" over dense")), {})[where] = cpu_page.spread(found)
     columns = list(dict.fromkeys(where for found in rows.values() for where in found))
-    table = markdown_table(
-        ["what", "method", *columns],
-        [[*name, *(found.get(where, "") for where in columns)] for name, found in rows.items()],
-    )
-    return f"`{result['command']}`, with {_made(result)}.\n\n{table}"
+    cells = [[*name, *(found.get(where, "") for where in columns)] for name, found in rows.items()]
+    return markdown_table(["what", "method", *columns], cells)
+
+
+def _gemms(result: dict[str, Any]) -> Iterator[str]:
+    """A table for each path and number of threads: GFLOP/s of each way, and the ratios."""
+    tables: dict[str, list[list[str]]] = {}
+    ways = {"dense": "torch (MKL)", "oneDNN": "oneDNN", "OpenBLAS": "OpenBLAS", "sparse": "2:4"}
+    for case, where, row in _rows(result):
+        if row["facts"]["part"] == "gemms":
+            work = 2 * math.prod(map(int, case.split(", ")[0].split(" x ")))
+            speeds = [f"{work / row['times'][way]['us'] / 1e3:.0f}" for way in ways]
+            ratios = [cpu_page.spread(row["facts"][f"sparse over {base}"]) for base in ("dense", "best")]
+            tables.setdefault(where, []).append([case, *speeds, *ratios])
+    head = ["tokens x in x out", *ways.values(), "2:4 over torch", "2:4 over the best dense"]
+    return (f"### {where}\n\n{markdown_table(head, lines)}" for where, lines in tables.items())
 
 
 def _made(result: dict[str, Any]) -> str:
@@ -177,34 +198,35 @@ def _costs(result: dict[str, Any]) -> str:
     for name, row in result["sections"]["pruning"]["rows"].items():
         for method, time in row["times"].items():
             most, ratio, least = (1 / x for x in row["facts"].get(f"{method} over dense", [1.0, 1.0, 1.0]))
-            cells.append([name.split(", ")[0], method, *map(_figure, (time["us"] / 1e6, ratio, least, most))])
+            figures = (time["us"] / 1e6, ratio, least, most)
+            cells.append([name.split(", ")[0], method, *(f"{x:.3f}" for x in figures)])
     table = markdown_table(["model", "method", "seconds", "ratio", "ratio min", "ratio max"], cells)
     return "\n".join([f"### `{result['command']}`", "", f"Made with {_made(result)}.", "", table, ""])
 
 
 _SPARSE = (
-    "Sparse GEMMs and training steps with them, on a CPU in fp32, in times as fast as dense ones: the median of the "
-    "rounds, and in brackets the lowest and the highest. Above 1 is faster."
+    "Training in fp32 on a CPU, as `patch_model` with its defaults gives it: layers and steps, in times as fast as "
+    "dense PyTorch. Medians of the turns, and in brackets the 10 % and 90 % quantiles. Above 1 is faster. **Where a "
+    "CPU has bf16 instructions, train dense in bf16**: that is faster than any of it."
 )
-_NOTES = """- `backend="cpu"` takes the kernels that skip zeros. `"auto"` takes the GEMMs that `hf-sparse24 tune MODEL
-  --dtype fp32` found faster.
-- The time of a GEMM has packing its sparse operand in it. That of a step has pruning, MVUE and the optimizer too.
-- `python recipes/benchmarks/cpu.py training` measures it again, and `cpu.py pruning` the table below.
-- A figure is the median of the rounds after one step that warms up. The masks of `t-sr-ste` are chosen in
-  that one; choosing them every 40 steps takes less than 0.1 % of the time.
-- The dense last sixth of a `t-sr-ste` run gains nothing: a step of 1.37 makes a run 1.29 times as fast.
-- `avx2` limits MKL, oneDNN, torch and our kernels alike.
-- bf16 stays dense. Dense bf16, where a CPU has it, was not timed: expect it to be faster."""
+_NOTES = """- From 512 tokens and features on, AMD's CPUs take the kernels that skip zeros. `hf-sparse24 tune MODEL`
+  measures other sizes and CPUs; what is not known to be faster stays dense.
+- A step has pruning, MVUE and the optimizer in it, the Trainer's fused AdamW. `python recipes/benchmarks/cpu.py
+  training` measures all of it again, and `cpu.py pruning` the last table.
+- Ways take turns, and a ratio is taken within a turn. The masks of `t-sr-ste` are chosen in the step that warms up;
+  choosing them every 40 steps takes less than 0.1 % of the time. The dense last sixth of its run gains nothing.
+- Rows with `dense math` have `backend="dense"`: what pruning costs where no sparse GEMM runs.
+- `avx2` limits MKL, oneDNN, OpenBLAS, torch and our kernels alike."""
+_GEMMS = (
+    "GFLOP/s, zeros counted. torch multiplies by MKL, which does not use AVX-512 on AMD's CPUs. oneDNN (`to_mkldnn`) "
+    "and OpenBLAS (NumPy) get their operands as they like them; pruning and packing is in the times of 2:4."
+)
 _COSTS = (
     "Here **above 1 is slower**: time with this library over that of the dense model, paired round by round: median, "
     "lowest and highest of the rounds. These runs have no sparse GEMMs, so this is what pruning costs. The machine is "
     "shared and noisy: see the ranges. Masks that stay for some steps (`t-sr-ste`, `ast`, `cast`) are chosen in the "
     "warm-up step, so choosing them is not in these times."
 )
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _cell(text: str) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 from hf_sparse24.tables import markdown_table
 
-INTRO = """# Packed models on a CPU
+INTRO = """# Packed layers on a CPU
 
-How fast packed 2:4 and 16:32 models are on a CPU: layers and generation. A ratio above 1 is faster than dense.
-[The frontier](frontier.md) has other engines, and what each loses. Training steps are on [their page](costs.md)."""
+How fast packed 2:4 and 16:32 layers are on a CPU. A ratio above 1 is faster than dense. [The frontier](frontier.md) has
+whole models, other engines, and what each loses. Training steps are on [their page](costs.md)."""
 
 NOTES = """## How to read the tables
 
@@ -21,9 +21,6 @@ NOTES = """## How to read the tables
 - The variants of a row take turns in one run. A figure is the median of the turns, with the 10 % and 90 % quantiles
   in brackets. A ratio is taken within a turn.
 - **Bold** ratios reach the goal that was set before measuring, *italic* ones miss it, the others had no goal.
-- Generation was measured at the commit under its table, before version 3 of the packed format, by a section that is
-  gone. llama.cpp is a wheel built for AVX2 alone. [The frontier](frontier.md) measures decoding now, and has llama.cpp
-  with AVX-512.
 - These are speeds alone. Sparsity costs [quality](pretrained.md), and so do llama.cpp's formats
   ([the frontier](frontier.md))."""
 
@@ -32,19 +29,12 @@ Rows = dict[str, dict[str, Any]]
 
 
 def page(folder: Path) -> str:
-    """The page of the results in a folder, of the sections that have a file."""
-    parts = [INTRO]
-    for name, (title, tables) in SECTIONS.items():
-        path = folder / f"{name}.json"
-        if not path.exists():
-            continue
-        parts.append(f"## {title}")
-        result = json.loads(path.read_text())
-        (section,) = result["sections"].values()
-        facts = {key: value for key, value in result["environment"].items() if key != "flags"}
-        made = ", ".join(f"{key} {value}" for key, value in facts.items())
-        parts += [section["note"], *tables(section["rows"]), f"`{result['command']}`, {result['date'][:10]}: {made}."]
-    return "\n\n".join([*parts, NOTES]) + "\n"
+    """The page of the results in a folder."""
+    result = json.loads((folder / "layers.json").read_text())
+    (section,) = result["sections"].values()
+    made = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if key != "flags")
+    how = f"`{result['command']}`, {result['date'][:10]}: {made}."
+    return "\n\n".join([INTRO, section["note"], *layers(section["rows"]), how, NOTES]) + "\n"
 
 
 def layers(rows: Rows) -> Iterator[str]:
@@ -57,29 +47,13 @@ def layers(rows: Rows) -> Iterator[str]:
         cells = [ratio(row, key) for key in ratios] + [time(row, way) for way in ways]
         groups.setdefault(f"{dtype}, {threads}", []).append([shape, tokens.split()[0], *cells])
     for group, lines in groups.items():
-        yield f"### {group}"
-        yield table(["layer", "tokens", *ratios, *(f"{way}, us" for way in ways.values())], lines)
+        yield f"## {group}"
+        yield markdown_table(["layer", "tokens", *ratios, *(f"{way}, us" for way in ways.values())], lines)
     speeds = {name: row["facts"]["read, GB/s"] for name, row in rows.items() if "read, GB/s" in row.get("facts", {})}
     for threads in ("1 thread", "2 threads"):
         found = [speed[1] for name, speed in speeds.items() if name.endswith(threads)]
         if found:
             yield f"Memory was read at {min(found):.1f} to {max(found):.1f} GB/s by {threads}, in the same turns."
-
-
-def generation(rows: Rows) -> Iterator[str]:
-    lines, systems = [], set()
-    for name, row in rows.items():
-        facts = row.get("facts", {})
-        for way in row.get("times", {}):
-            rate, first, peak = (facts.get(f"{way}, {key}") for key in ("tokens per s", "first token ms", "peak GB"))
-            cells = [f"{rate:.1f}" if rate else time(row, way), ratio(row, f"{way} over dense"), spread(first)]
-            lines.append([*name.split(", "), way, *cells, f"{peak:.2f}" if peak else ""])
-            systems |= {facts.get(f"{way}, system")} - {None}
-        if "error" in row:
-            lines.append([*name.split(", "), row["error"]])
-    head = ["model", "sequences", "threads", "way", "tokens/s", "over dense", "first token, ms", "peak memory, GB"]
-    yield table(head, lines)
-    yield from (f"llama.cpp by {system}." for system in sorted(systems))
 
 
 def time(row: dict[str, Any], way: str) -> str:
@@ -93,8 +67,7 @@ def time(row: dict[str, Any], way: str) -> str:
 def ratio(row: dict[str, Any], fact: str) -> str:
     """A ratio with its quantiles, marked by whether its goal is met."""
     found = row.get("facts", {}).get(fact)
-    goals = row.get("goals", {})
-    goal = goals.get(fact, goals.get(fact.removesuffix(" over best dense").removesuffix(" over dense")))
+    goal = row.get("goals", {}).get(fact.removesuffix(" over best dense"))
     if found is None or goal is None:
         return spread(found)
     mark = "**" if found[1] >= goal else "*"
@@ -108,14 +81,3 @@ def spread(found: list[float] | None) -> str:
 
 def number(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
-
-
-def table(head: list[str], lines: list[list[str]]) -> str:
-    return markdown_table(head, [line + [""] * (len(head) - len(line)) for line in lines])
-
-
-SECTIONS = {
-    "layers": ("Layers", layers),
-    "generation": ("Generation", generation),
-}
-"""Title and tables of each section."""

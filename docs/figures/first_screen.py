@@ -57,9 +57,8 @@ def draw_speed(figure: Figure) -> None:
     _legend(training, [(label, "o", colour) for label, colour, _ in PATHS.values()])
     for model, (_, marker, aside) in MODELS.items():
         rows = frontier.read(RESULTS / "frontier", model)
-        dense = rows["dense bf16"]["speed"]["2"]["tokens per s"][1]
         for at, name in enumerate(DECODING):
-            least, value, most = (each / dense for each in rows[name]["speed"]["2"]["tokens per s"])
+            least, value, most = rows[name]["speed"]["2"]["over dense bf16"]
             colour = ORANGE if name.startswith("llama.cpp") else BLUE
             _dots(decoding, at + aside, value, least, most, colour, marker)
     _rows(decoding, list(DECODING))

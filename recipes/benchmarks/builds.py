@@ -55,24 +55,18 @@ def random_ids(config: Any, *shape: int) -> Tensor:
 
 
 def training_step(
-    model: Any,
-    batch: tuple[int, int],
-    method: str,
-    compiled: bool = False,
-    micro: int = 1,
-    bf16: bool = False,
-    **config: Any,
+    model: Any, batch: tuple[int, int], method: str, compiled: bool = False, micro: int = 1, **config: Any
 ) -> Callable[[], Tensor]:
     """A step of a model's training by so many micro-batches; it returns the last loss.
 
-    The model is patched unless the method is "dense" or "lora". The optimizer is the Trainer's. On a GPU, autocast to
-    bf16 and clipped gradients are too.
+    The model is patched unless the method is "dense" or "lora". The optimizer is the Trainer's; on a GPU, clipped
+    gradients and autocast to bf16 too, elsewhere where `bf16=True`.
     """
     from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_run
     from hf_sparse24.methods import step_param_groups
 
     model.train()
-    on_gpu = model.device.type == "cuda"
+    on_gpu, bf16 = model.device.type == "cuda", config.pop("bf16", False)
     if method == "lora":
         from peft import LoraConfig, get_peft_model
 

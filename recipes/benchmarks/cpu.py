@@ -3,8 +3,7 @@
     python recipes/benchmarks/cpu.py SECTION ... [--quick] [--minutes N] [--only TEXT] [--list]
 
 The results are recipes/results/cpu/layers.json, cpu_training.json (training) and cpu_step_time.json (pruning), complete
-after every row; `make docs` writes docs/measured/cpu.md and costs.md from them. How fast whole packed models decode is
-in frontier.py.
+after every row; `make docs` writes docs/measured/cpu.md and costs.md from them. frontier.py times whole packed models.
 """
 
 import argparse

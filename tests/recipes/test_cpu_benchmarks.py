@@ -107,8 +107,9 @@ def test_training(tmp_path, in_this_process):
         ways = [way for way in row["times"] if way != "dense"]
         ratios = [row["facts"][f"{way} over dense"] for way in ways]
         assert row["facts"]["turns"] == 2 and all(0 < low <= ratio <= high for low, ratio, high in ratios), row
-    assert ways == [*cpu_training.SPARSE, "t-sr-ste, dense math"]
+    assert ways == [*cpu_training.SPARSE, "s-ste, dense math", "fixed-mask, dense math", "dense, bf16"]
     assert "| a step of the tiny Llama | t-sr-ste | " in build_site._training(result)
+    assert "| 32 x 64 x 96, output | " in next(build_site._gemms(result))
 
 
 def test_what_pruning_costs(tmp_path, in_this_process):
