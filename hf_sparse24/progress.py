@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from logging import Logger
 from typing import Any, cast
 
@@ -54,6 +55,7 @@ class Progress:
             self._say(f"{self.what}: {count(self.done, self.unit)} in {duration(self.seconds)}")
 
 
+@cache  # one filter for each
 def get_logger(name: str) -> Logger:
     """Return Transformers' logger for a module, silenced in all processes but the main one, which logs the same."""
     logger = cast(Logger, logging.get_logger(name))
@@ -63,8 +65,7 @@ def get_logger(name: str) -> Logger:
 
 def is_watched() -> bool:
     """Return whether a bar can be seen: in a notebook or a terminal. A log file would get a line per change."""
-    in_notebook = any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__)
-    return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
+    return any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__) or bool(sys.stderr and sys.stderr.isatty())
 
 
 def count(number: int, unit: str) -> str:

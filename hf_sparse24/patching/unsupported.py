@@ -17,13 +17,12 @@ from ..weights.sharding import is_sharded
 _MIXERS = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer")
 READ_BY = dict.fromkeys((*_MIXERS, "MultiheadAttention", "Zamba2MambaMixer"), ("out_proj",)) | {
     **{f"{name}Mixer": ("dt_proj", "out_proj", "x_proj") for name in ("FalconMamba", "Mamba")},
+    **{f"LayoutLMv{n}Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias") for n in (2, 3)},
     **{f"{name}MHAttentionMap": ("k_proj",) for name in ("ConditionalDetr", "Detr", "MaskFormerDetr")},
     "DabDetrMHAttentionMap": ("k_linear",),
     "DisentangledSelfAttention": ("in_proj",),
     "Gemma3nTextAltUp": ("correction_coefs", "prediction_coefs"),
     "JambaMambaMixer": ("dt_proj",),
-    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
     "LongcatFlashTopkRouter": ("classifier",),
     "LSHSelfAttention": ("query_key", "value"),
     "MobileBertLMPredictionHead": ("decoder", "dense"),

@@ -161,7 +161,7 @@ class Training(Section):
 
     def __init__(self, quick: bool = False):
         self.quick = quick
-        self.turns = (2, 2, 0.0) if quick else (4, 9, 60.0)
+        self.turns = (2, 2, 0.0) if quick else (4, 5, 60.0)
         self.alive: tuple[tuple[str, int, str], Variant] | None = None
 
     def entries(self) -> list[Entry]:
