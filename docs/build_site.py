@@ -150,7 +150,7 @@ _CURVES = (
 def costs_page() -> str:
     costs = _costs(json.loads((RESULTS / "cpu_step_time.json").read_text()))
     training = json.loads((RESULTS / "cpu_training.json").read_text())
-    made = f"`{training['command']}`, {training['date'][:10]}, with {_made(training)}."
+    made = f"`{training['command']}`, {training['date'][:10]}, with {cpu_page.made(training)}."
     parts = ["# Training on a CPU", _SPARSE, _training(training), _NOTES, made, "## GEMMs", _GEMMS, *_gemms(training)]
     return "\n\n".join([*parts, "## What pruning costs", _COSTS, costs])
 
@@ -189,10 +189,6 @@ def _gemms(result: dict[str, Any]) -> Iterator[str]:
     return (f"### {where}\n\n{markdown_table(head, lines)}" for where, lines in tables.items())
 
 
-def _made(result: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in result["environment"].items() if key != "flags")
-
-
 def _costs(result: dict[str, Any]) -> str:
     cells = []
     for name, row in result["sections"]["pruning"]["rows"].items():
@@ -201,7 +197,7 @@ def _costs(result: dict[str, Any]) -> str:
             figures = (time["us"] / 1e6, ratio, least, most)
             cells.append([name.split(", ")[0], method, *(f"{x:.3f}" for x in figures)])
     table = markdown_table(["model", "method", "seconds", "ratio", "ratio min", "ratio max"], cells)
-    return "\n".join([f"### `{result['command']}`", "", f"Made with {_made(result)}.", "", table, ""])
+    return "\n".join([f"### `{result['command']}`", "", f"Made with {cpu_page.made(result)}.", "", table, ""])
 
 
 _SPARSE = (

@@ -32,9 +32,13 @@ def page(folder: Path) -> str:
     """The page of the results in a folder."""
     result = json.loads((folder / "layers.json").read_text())
     (section,) = result["sections"].values()
-    made = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if key != "flags")
-    how = f"`{result['command']}`, {result['date'][:10]}: {made}."
+    how = f"`{result['command']}`, {result['date'][:10]}: {made(result)}."
     return "\n\n".join([INTRO, section["note"], *layers(section["rows"]), how, NOTES]) + "\n"
+
+
+def made(result: dict[str, Any]) -> str:
+    """The environment of a result, without the CPU's flags."""
+    return ", ".join(f"{key} {value}" for key, value in result["environment"].items() if key != "flags")
 
 
 def layers(rows: Rows) -> Iterator[str]:
