@@ -18,6 +18,7 @@ from hf_sparse24 import patch_model
 
 PRETRAIN = {  # millions of parameters
     "gpt2": 124,
+    "gpt2 gpt2-fp8": 124,
     "gpt2 gpt2-350m": 355,
     "gpt2 gpt2-774m": 774,
     "gpt2 gpt2-1558m": 1558,
