@@ -6,7 +6,6 @@ means of several seeds stand in columns of their own: one seed may be far from t
 that there are: a variant may lack seeds or be missing, and a search may have tried any rates.
 """
 
-import math
 import statistics
 from functools import reduce
 from operator import getitem
@@ -38,21 +37,6 @@ WHAT = {
     "step-paper": "`step` with the paper's unclipped steps, at its learning rate",
 }
 # What the papers found: (better, worse, source).
-CLAIMS = [
-    ("dense", "fixed-mask", "a mask of the random initial weights costs capacity"),
-    ("dense", "s-ste", "every paper: 2:4 costs something"),
-    ("sr-ste", "ste", "SR-STE, section 3"),
-    ("t-sr-ste", "t-sr-ste-no-tail", "Hu et al. 2024 (ICML), dense fine-tuning"),
-    ("s-ste", "sr-ste", "S-STE, Table 6"),
-    ("s-ste-no-mvue", "s-ste", "S-STE, Table 3: MVUE on dZ costs little"),
-    ("s-ste", "s-ste-mvue-weight", "S-STE, Table 3: MVUE on the weight costs much"),
-    ("s-ste", "s-ste-greedy", "MVUE: greedy pruning of gradients fails"),
-    ("s-ste", "s-ste-scale-each-step", "S-STE, Fig. 4: the scale must be frozen"),
-    ("s-ste", "s-ste-gamma-0.5", "S-STE, Table 1: gamma = 0 is best"),
-    ("step", "sr-ste", "STEP, with Adam"),
-    ("s-ste", "fixed-mask", "all: dynamic masks beat a fixed one at equal budget"),
-    ("s-ste", "fixed-mask-late", "the same, of a mask chosen from trained weights"),
-]
 
 
 def method_of(variant: str) -> str:
@@ -69,8 +53,6 @@ def page(runs: list[Run]) -> str:
         "## Methods",
         _methods(best),
         *(["## Variants", variants] if (variants := _variants(best)) else []),
-        "## Orderings of the papers",
-        _claims(best),
         "## The search",
         _search(runs, best),
         "## How it was made",
@@ -196,25 +178,3 @@ def _search(runs: list[Run], best: dict[str, dict[int, Run]]) -> str:
         places[taken if variant in RATE_OF else at_edge].append(f"`{variant}`")
     said = [f"- {place}: {', '.join(variants)}" for place, variants in places.items() if variants]
     return "\n".join([*lines, "", *said])
-
-
-def _claims(best: dict[str, dict[int, Run]]) -> str:
-    """Which orderings of the papers appear here, judged seed by seed; and whether masks can be compared at all."""
-    lines = ["Whether two variants end in the order that the papers report, each at its best rate:\n"]
-    for better, worse, source in CLAIMS:
-        found = gaps(best.get(better, {}), best.get(worse, {}))
-        if found:
-            order = "in this order" if all(gap > 0 for gap in found) else "**not in this order**: seeds differ"
-            order = "**the reverse**" if all(gap < 0 for gap in found) else order
-            order = "a run diverged" if any(math.isnan(gap) for gap in found) else order
-            seeds = f"{len(found)} seed{'s' * (len(found) > 1)}"
-            shown = ", ".join(f"{gap:+.3f}" for gap in found)
-            lines.append(f"- `{better}` below `{worse}` ({source}): {order} ({seeds}, by {shown})")
-    cost = gaps(best.get("dense", {}), best.get("fixed-mask", {}))
-    if not all(gap > 0 for gap in cost):
-        lines.append(
-            "\n**At this size the comparison cannot rank masks.** `fixed-mask` is not behind dense on every seed, "
-            "although its mask comes from the random initial weights. Where such a mask costs nothing, no figure here "
-            "shows what a better mask is worth."
-        )
-    return "\n".join(lines)
