@@ -4,6 +4,7 @@ Rows of losses are computed from the committed runs. The others are frozen: `row
 """
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -20,21 +21,34 @@ sys.path += [path for path in (str(ROOT / "recipes"),) if path not in sys.path]
 
 import methods_runs
 from methods_runs import gaps
+from scipy.stats import t as student
 
 from hf_sparse24.tables import markdown_table
 
 Run = dict[str, Any]
-NOISE = 0.02
-"""Nats. What is less needs two seeds; what costs no more counts as costing nothing."""
-COMPARABLE = 0.02
-"""A loss within this share of the dense one counts as comparable with it: the papers' own figures are 1 to 2 % off."""
+LIMIT = 0.02
+"""Nats. What costs no more costs little."""
+NULL = 0.01
+"""Nats. An effect whose interval has zero in it and lies within this is none."""
+SPREAD, FORKED = 0.020, 0.002
+"""Standard deviation of the difference of two runs of 4.1M tokens from scratch (45 contrasts of three seeds in
+results/methods), and of two that are one dense training up to a step. They stand in for that of a few seeds."""
+ENOUGH = 8
+"""Seeds from which on their own standard deviation counts."""
 
-SEEN, NOT_SEEN, CONTRADICTED, ELSEWHERE = VERDICTS = ("seen", "not seen", "contradicted", "needs a GPU or their data")
+SEEN, NO_EFFECT, NOT_SEEN, CONTRADICTED, ELSEWHERE = VERDICTS = (
+    "seen",
+    "no effect",
+    "not seen",
+    "contradicted",
+    "needs a GPU or their data",
+)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A row: a sentence of a paper, how it was tried, and either a statistic of losses or a verdict with its text."""
+    """A row: a sentence of a paper, how it was tried, and either a statistic of losses or a verdict with its text.
+    rows.yaml says what each field is."""
 
     id: str
     claim: str
@@ -44,8 +58,13 @@ class Claim:
     statistic: str = ""
     taken: str = "pooled"
     of: tuple[int, ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
+    forked: bool = False
+    seeds_from: int = 0
     verdict: str = ""
     frozen: str = ""
+    was: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,6 @@ class Section:
     section: str
     paper: str
     image: str
-    alt: str
     reading: str
     claims: tuple[Claim, ...]
 
@@ -81,8 +99,9 @@ class Results:
         if folder == "methods":
             found = methods_runs.best_runs(self._methods, variant)
         else:
-            paths = sorted((self.folder / "claims").glob(f"{variant}-seed[0-9].json"))
-            found = {int(path.stem[-1]): json.loads(path.read_text()) for path in paths}
+            paths = (self.folder / "claims").glob(f"{variant}-seed*.json")
+            found = {int(path.stem.rpartition("-seed")[2]): json.loads(path.read_text()) for path in paths}
+            found = dict(sorted(found.items()))
         if not found:
             raise FileNotFoundError(f"{self.folder}: no run of {name}")
         return found
@@ -96,30 +115,37 @@ class Results:
         return methods_runs.read_runs(self.folder / "methods")
 
 
-def shown(values: list[float]) -> str:
+def shown(values: list[float], form: str = "+.3f") -> str:
     """The mean of some values, with their range and number."""
     if len(values) == 1:
-        return f"{values[0]:+.3f}, 1 seed"
-    return f"{statistics.mean(values):+.3f} [{min(values):+.3f}, {max(values):+.3f}], {len(values)} seeds"
+        return f"{values[0]:{form}}, 1 seed"
+    low, high = min(values), max(values)
+    return f"{statistics.mean(values):{form}} [{low:{form}}, {high:{form}}], {len(values)} seeds"
 
 
-def ordered(differences: list[float]) -> str:
+def margin(differences: list[float], forked: bool = False) -> float:
+    """Half of the 95 % interval of the mean: of Student's t from eight seeds on, else two standard errors."""
+    count = len(differences)
+    spread = statistics.stdev(differences) if count > 1 else 0.0
+    if count < ENOUGH:
+        return 2 * max(spread, FORKED if forked else SPREAD) / math.sqrt(count)
+    return float(student.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+
+
+def ordered(differences: list[float], forked: bool = False) -> str:
     """The verdict on "the first is lower": of differences that are then above zero, one for each seed."""
-    if not differences or (len(differences) == 1 and abs(differences[0]) < NOISE):
-        return NOT_SEEN
-    if min(differences) > 0:
-        return SEEN
-    return CONTRADICTED if max(differences) < 0 and statistics.mean(differences) <= -NOISE else NOT_SEEN
+    mean, error = statistics.mean(differences), margin(differences, forked)
+    if abs(mean) > error:
+        return SEEN if mean > 0 else CONTRADICTED
+    return NO_EFFECT if abs(mean) + error <= NULL else NOT_SEEN
 
 
-def cheap(costs: list[float], limit: float = NOISE) -> str:
-    """The verdict on "it costs little": of losses over the control, one for each seed. A single one must be further
-    than noise from the limit."""
-    if not costs or (len(costs) == 1 and abs(costs[0] - limit) < NOISE):
-        return NOT_SEEN
-    if statistics.mean(costs) <= limit:
+def cheap(costs: list[float], forked: bool = False) -> str:
+    """The verdict on "it costs little": of losses over the control, one for each seed."""
+    mean, error = statistics.mean(costs), margin(costs, forked)
+    if mean + error <= LIMIT:
         return SEEN
-    return CONTRADICTED if min(costs) > limit else NOT_SEEN
+    return CONTRADICTED if mean - error > LIMIT else NOT_SEEN
 
 
 def together(verdicts: Iterable[str]) -> str:
@@ -134,25 +160,43 @@ def worst(verdicts: Iterable[str]) -> str:
     return CONTRADICTED if CONTRADICTED in found else together(found)
 
 
-def judged(claim: Claim, results: Results) -> tuple[str, str]:
-    """The finding of a row and its verdict."""
+ALT = (
+    "Differences of validation loss by row, and the number of seeds: blue where the claim is seen, green where there "
+    "is no effect, orange where it is contradicted. The band is 0.02 nats on either side"
+)
+
+RULES: dict[str, Callable[[list[float], bool], str]] = {"lower": ordered, "cheap": cheap}
+
+
+def differences(claim: Claim, results: Results) -> list[list[float]]:
+    """For each pair of a row, the loss of the second run over that of the first, seed by seed."""
+    pairs = [(results.runs(one), results.runs(other)) for one, other in claim.gaps]
+    fresh = [{seed: run for seed, run in one.items() if seed >= claim.seeds_from} for one, _ in pairs]
+    return [gaps(one, other) for one, (_, other) in zip(fresh, pairs)]
+
+
+def judged(claim: Claim, results: Results) -> tuple[str, str, str]:
+    """The finding of a row, how precise it is, and its verdict."""
+    found = differences(claim, results)
+    values = [[_at(run, path) for run in results.runs(name).values()] for name, path in claim.values]
+    finding = claim.finding.format(*map(shown, found), *(shown(each, ".3g") for each in values))
     if claim.verdict:
-        return claim.finding, claim.verdict
-    found = [gaps(results.runs(one), results.runs(other)) for one, other in claim.gaps]
-    deciding = claim.of or range(len(found))
-    pooled = [value for place in deciding for value in found[place]]
-    loss = statistics.mean(run["eval_loss"] for run in results.runs(claim.gaps[deciding[0]][0]).values())
-    finding = claim.finding.format(*map(shown, found), share=statistics.mean(pooled) / loss)
-    rules: dict[str, Callable[[list[float]], str]] = {
-        "lower": ordered,
-        "cheap": cheap,
-        "comparable": lambda costs: cheap(costs, COMPARABLE * loss),
-    }
-    rule = rules[claim.statistic]
+        return finding, "", claim.verdict
+    deciding = [found[place] for place in claim.of or range(len(found))]
     if claim.taken == "pooled":
-        return finding, rule(pooled)
-    parts = [rule(found[place]) for place in deciding]
-    return finding, {"each": together, "worst": worst}[claim.taken](parts)
+        deciding = [[value for part in deciding for value in part]]
+    errors = [margin(part, claim.forked) for part in deciding]
+    precision = f"±{max(errors):.3f}; 0.02 would look like {0.02 - max(errors):+.3f} to {0.02 + max(errors):+.3f}"
+    parts = [RULES[claim.statistic](part, claim.forked) for part in deciding]
+    return finding, precision, {"pooled": together, "each": together, "worst": worst}[claim.taken](parts)
+
+
+def _at(run: Run, path: str) -> float:
+    """What a run's JSON has at a path such as `log_ratio/moments-dense/1`."""
+    found: Any = run
+    for key in path.split("/"):
+        found = found[int(key) if isinstance(found, list) else key]
+    return float(found)
 
 
 INTRO = """# What the papers claim, and what was seen
@@ -167,10 +211,12 @@ INTRO = """# What the papers claim, and what was seen
   there. So rows on the cost of sparsity use the longer runs, where there are any. A claim that is not seen here may
   hold at the papers' sizes.
 - Differences are of validation loss in nats per token, seed by seed; brackets have the lowest and the highest seed.
-- *Seen*: in every seed; in a single seed by {noise:g} nats. *Contradicted*: the opposite in every seed, by
-  {noise:g} nats in the mean. *Not seen*: neither.
-- *Costs little*: {noise:g} nats at most. *Comparable*: {share:.0%} of the loss at most. Both in the mean of two seeds,
-  or in one seed that is {noise:g} nats away from that limit.
+- ± is half of the 95 % interval of the mean. With {enough} seeds or more it is Student's t. With fewer it is two
+  standard errors, of the seeds' spread or of {spread:g} nats, whichever is larger: 45 pairs of methods with three seeds
+  have that spread. Pairs that *fork*, that are one training up to a step, have {forked:g}.
+- *Seen*: the interval is above zero. *Contradicted*: it is below. *No effect*: zero is in it, and it lies within
+  {null:g} nats. *Not seen*: none of these; the claim may hold.
+- *Costs little*: seen where the interval ends at {limit:g} nats or below, contradicted where it begins above.
 - Verdicts on losses alone are computed from the result files by `python docs/build_site.py`, and again by the tests.
   The code of commit 79372d2b computed {frozen} others; `recipes/results/claims/rows.yaml` says which.
 - Commands stand for `python recipes/...`; those of frozen rows are of that commit, and some are gone. What repeats the
@@ -182,28 +228,32 @@ def page(folder: Path) -> str:
     results = Results(folder)
     sections = results.sections()
     findings = {claim.id: judged(claim, results) for section in sections for claim in section.claims}
-    verdicts = [verdict for _, verdict in findings.values()]
+    verdicts = [verdict for *_, verdict in findings.values()]
     kinds = [kind for kind in VERDICTS if kind in verdicts]
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds)
     lines = []
     for section in sections:
-        own = [findings[claim.id][1] for claim in section.claims]
+        own = [findings[claim.id][-1] for claim in section.claims]
         link = f"[{section.section}](#{section.section.lower().replace(' ', '-')})"
         lines.append([link, *(str(own.count(kind) or "") for kind in kinds)])
     table = markdown_table(["paper", *kinds], lines)
     run = results.short("dense")[0]
     sizes = {"claims": len(verdicts), "counts": counts, "table": table, "steps": run["arguments"]["max_steps"]}
     sizes["frozen"] = sum(bool(claim.frozen) for section in sections for claim in section.claims)
-    parts = [INTRO.format(**sizes, noise=NOISE, share=COMPARABLE)]
+    limits = {"limit": LIMIT, "null": NULL, "spread": SPREAD, "forked": FORKED, "enough": ENOUGH}
+    parts = [INTRO.format(**sizes, **limits)]
+    claims = [claim for section in sections for claim in section.claims]
+    changed = [[claim.id, claim.was, findings[claim.id][-1], claim.why] for claim in claims if claim.was]
+    parts += ["## Verdicts that changed", markdown_table(["", "before", "now", "why"], changed)]
     for section in sections:
-        parts += [f"## {section.section}", section.paper, f"![{section.alt}](../images/{section.image}.svg)"]
+        parts += [f"## {section.section}", section.paper, f"![{ALT}](../images/{section.image}.svg)"]
         rows = [[each.id, each.claim, each.tried, *_cells(*findings[each.id])] for each in section.claims]
-        parts += [markdown_table(["", "claim", "tried by", "result", "verdict"], rows), section.reading]
+        parts += [markdown_table(["", "claim", "tried by", "result", "precision", "verdict"], rows), section.reading]
     versions = ", ".join(f"{key} {value}" for key, value in run["versions"].items())
     parts.append(f"Made on a CPU by one thread; {versions}. One JSON for each run in `recipes/results/claims/`.")
     return "\n\n".join(parts) + "\n"
 
 
-def _cells(finding: str, verdict: str) -> tuple[str, str]:
-    """A finding and its verdict, bold where the claim does not hold."""
-    return finding, f"**{verdict}**" if verdict in (NOT_SEEN, CONTRADICTED) else verdict
+def _cells(finding: str, precision: str, verdict: str) -> tuple[str, str, str]:
+    """A finding, its precision and its verdict, bold where the claim does not hold."""
+    return finding, precision, verdict if verdict in (SEEN, ELSEWHERE) else f"**{verdict}**"

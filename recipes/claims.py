@@ -5,36 +5,37 @@
     python recipes/claims.py --only step-1-16-seed0   # one run
     python recipes/claims.py --list
 
-The small Llama and the text of `compare_methods.py`, 600 steps of 1,024 tokens unless a run says otherwise, each method
-at the learning rate that `results/methods` found for it. A run that has its file is not repeated, so the work can be
-cut into pieces. `docs/claims_page.py` makes the page of the rows in `results/claims/rows.yaml`, and computes verdicts
-on losses from these files.
+`claims.yaml` is the table of the runs. Each trains the small Llama of `compare_methods.py` on its text, 600 steps of
+1,024 tokens unless the table says otherwise, at the learning rate that `results/methods` found for its method, or at
+the best of some multiples of it. A run that has its file is not repeated, so the work can be cut into pieces, and
+several processes can share it. `docs/claims_page.py` makes the page of the rows in `results/claims/rows.yaml`.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import compare_methods
 import stdlib_text
 import torch
+import yaml
 from running import run as run_script
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from hf_sparse24 import sparse_weights
 from hf_sparse24.progress import Progress
 
-RESULTS = Path(__file__).resolve().parent / "results" / "claims"
+RECIPES = Path(__file__).resolve().parent
+RESULTS = RECIPES / "results" / "claims"
 STEPS = 600
 LOGGED = 20
-RATIOS = ("2:4", "1:4", "1:8", "1:16")
-HALVES = ("1:2", "2:4", "4:8")
-KEPT_LONG = {"masked_decay": 0, "dense_tail": 0, "weight_grad": "dense"}
-"""Masks of Hubara et al. by `t-sr-ste`: refreshed every 40 steps, and nothing else."""
+SEARCHED = 9
+"""The seed of the runs that search a learning rate. No verdict rests on it."""
 
 
 @dataclass(frozen=True)
@@ -46,90 +47,60 @@ class Run:
     flags: dict[str, Any] = field(default_factory=dict)
     """Of train.py."""
     steps: int = STEPS
-    seeds: tuple[int, ...] = (0,)
+    seeds: int = 1
+    """How many: 0, 1, 2, ..."""
+    factors: tuple[float, ...] = ()
+    """Multiples of the learning rate to search, by seed `SEARCHED`; the other seeds take the best."""
+    factors_of: str = ""
+    """The run that searched for this one too."""
+    fork: int = 0
+    """The step from which the factor holds: before it, all runs of a seed are the same dense training."""
+    loss_scale: float = 1.0
+    moments: bool = False
+    """Whether to keep the second moments of the MLPs at half of the run, for the runs of the next two fields."""
+    against: tuple[str, ...] = ()
+    """Runs of the same seed with whose second moments to compare those of this one."""
+    frozen_from: str = ""
+    """A run of the same seed whose second moments the MLPs have, from their second step on."""
 
 
-def _groups() -> dict[str, dict[str, Run]]:
-    """The runs by paper, then by name."""
-    step, s_ste, t_sr_ste, mvue, masks = ({} for _ in range(5))
-    for ratio in RATIOS:
-        seeds = (0, 1) if ratio == "2:4" else (0,)
-        both = (0, 1) if ratio in ("2:4", "1:16") else (0,)
-        name, pattern = ratio.replace(":", "-"), {"pattern": ratio}
-        step[f"step-{name}"] = Run("step", pattern, "step", seeds=(0, 1))
-        step[f"sr-ste-{name}"] = Run("sr-ste", pattern, "step", seeds=seeds)
-        step[f"ste-{name}"] = Run("ste", pattern, "step", seeds=seeds)
-        step[f"asp-{name}"] = Run("fixed-mask", pattern | {"dense_start": 0.5}, "step", seeds=(0, 1))
-        step[f"ste-late-{name}"] = Run("ste", pattern | {"dense_start": 0.5}, "step", seeds=both)
-    for share in (0.1, 0.25, 0.75):
-        step[f"step-at-{share}"] = Run("step", {"switch_after": share, "switch_by": share})
-    for way in ("dense", "step", "sr-ste"):  # the variance's memory that the paper has: 1,000 steps in place of 20
-        pattern = {} if way == "dense" else {"pattern": "1:16"}
-        step[f"{way}-1-16-beta2-0.999"] = Run(way, pattern, "step", flags={"adam_beta2": 0.999})
-    step["step-geometric"] = Run("step", {"switch_rule": "geometric"})
-    for epsilon in (1e-7, 1e-6):
-        step[f"step-eps-{epsilon:g}"] = Run("step", {}, flags={"adam_epsilon": epsilon})
-    start = {"dense_tail": 0, "dense_start": 1 / 6}
-    t_sr_ste["t-sr-ste"] = Run("t-sr-ste")
-    t_sr_ste["t-sr-ste-no-tail"] = Run("t-sr-ste", {"dense_tail": 0})
-    t_sr_ste["t-sr-ste-dense-start"] = Run("t-sr-ste", start)
-    for decay in (0, 6e-4, 6e-3, 2e-2, 6e-2, 2e-1):
-        seeds = (0, 1) if decay == 6e-3 else (0,)
-        t_sr_ste[f"t-sr-ste-gradient-{decay:g}"] = Run("t-sr-ste", {"masked_decay": decay}, seeds=seeds)
-    for decay in (6e-3, 1e-1, 1.0, 10.0):
-        t_sr_ste[f"t-sr-ste-weight-{decay:g}"] = Run("t-sr-ste", {"masked_decay": decay, "decay_on": "weight"})
-    by_rule = {"masked_decay": 6e-3}
-    changes = {"no-tail": {"dense_tail": 0}, "dense-start": start, "no-mvue": {"weight_grad": "dense"}}
-    for name, change in changes.items():
-        seeds = (0,) if name == "dense-start" else (0, 1)
-        t_sr_ste[f"t-sr-ste-6e-3-{name}"] = Run("t-sr-ste", by_rule | change, seeds=seeds)
-    like_theirs = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.0667}'}
-    for name, change in {"": {}, "-no-tail": {"dense_tail": 0}}.items():
-        t_sr_ste[f"t-sr-ste-6e-3-min-lr{name}"] = Run("t-sr-ste", by_rule | change, flags=like_theirs, seeds=(0, 1))
-    s_ste["s-ste"] = Run("s-ste", seeds=(0, 1))
-    s_ste["s-ste-none"] = Run("s-ste", {"scale_rule": "none"}, seeds=(0, 1))
-    s_ste["s-ste-l1"] = Run("s-ste", {"scale_rule": "l1"})
-    for scale in (0.5, 2.0, 3.0):
-        s_ste[f"s-ste-scale-{scale:g}"] = Run("s-ste-fixed-scale", {"scale": scale}, "s-ste")
-    s_ste["s-ste-moving"] = Run("s-ste-moving-scale", {}, "s-ste", seeds=(0, 1))
-    s_ste["s-ste-no-mvue"] = Run("s-ste", {"weight_grad": "dense"}, seeds=(0, 1))
-    s_ste["s-ste-fp8"] = Run("s-ste", {"fp8": True}, seeds=(0, 1))
-    for estimate in ("mvue", "mvue-approx", "mvue-1:2"):
-        mvue[estimate.replace(":", "-")] = Run("dense-weight", {"weight_grad": estimate}, "dense", seeds=(0, 1))
-    mvue["greedy"] = Run("dense-weight", {"estimators": "greedy-gradients"}, "dense", seeds=(0, 1))
-    both = {"weight_grad": "mvue", "input_grad": "mvue"}
-    mvue["mvue-both"] = Run("dense-weight", both, "dense", seeds=(0, 1))
-    mvue["activations-mse"] = Run("dense-weight", {"activations": "2:4"}, "dense", seeds=(0, 1))
-    mvue["activations-mvue"] = Run("dense-weight", {"estimators": "mvue-activations"}, "dense")
-    mvue["mvue-fp8"] = Run("dense-weight", {"weight_grad": "mvue", "fp8": True}, "dense", seeds=(0, 1))
-    for half in HALVES:
-        name, pattern = half.replace(":", "-"), {"pattern": half}
-        masks[f"transposable-{name}"] = Run("t-sr-ste", pattern | KEPT_LONG, "step", seeds=(0, 1))
-    three = {"pattern": "4:8"} | KEPT_LONG | {"weight_grad": "mvue"}
-    masks["transposable-4-8-mvue"] = Run("t-sr-ste", three, "step", seeds=(0, 1))
-    long = {"long-t-sr-ste-6e-3": Run("t-sr-ste", by_rule, steps=4000)}
-    long["long-s-ste-none"] = Run("s-ste", {"scale_rule": "none"}, steps=4000)
-    for method in ("step", "sr-ste"):
-        long[f"long-{method}-1-16"] = Run(method, {"pattern": "1:16"}, "step", steps=4000)
-    dense = {"dense": Run("dense", flags={"flips_of": "t-sr-ste"}, seeds=(0, 1))}
-    groups = {"dense": dense, "mvue": mvue, "s-ste": s_ste, "masks": masks, "t-sr-ste": t_sr_ste}
-    return groups | {"step": step, "long": long}
+def read_table() -> dict[str, dict[str, Run]]:
+    """The runs by group, then by name."""
+    groups = yaml.safe_load((RECIPES / "claims.yaml").read_text())
+    return {group: {name: Run(**run) for name, run in runs.items()} for group, runs in groups.items()}
 
 
-GROUPS = _groups()
+GROUPS = read_table()
 
 
-def cells() -> Iterator[tuple[str, str, Callable[[str], dict[str, Any]]]]:
-    """Group and name of each run, and what makes its result from the directory of the text; first seeds first."""
+def cells() -> Iterator[tuple[str, str, Run, int, float]]:
+    """Group, name, run, seed and factor (0: the best) of each result: searches, then first seeds first."""
+    table = [(group, name, run) for group, runs in GROUPS.items() for name, run in runs.items()]
+    for group, name, run in table:
+        for factor in run.factors:
+            yield group, f"{name}-x{factor:g}-seed{SEARCHED}", run, SEARCHED, factor
+    for seed in range(max(run.seeds for _, _, run in table)):
+        for group, name, run in table:
+            if seed < run.seeds:
+                yield group, f"{name}-seed{seed}", run, seed, 0.0
 
-    def trained(seed: int, long: bool) -> Iterator[tuple[str, str, Callable[[str], dict[str, Any]]]]:
-        for group, runs in GROUPS.items():
-            for name, run in runs.items():
-                if seed in run.seeds and (group == "long") == long:
-                    yield group, f"{name}-seed{seed}", partial(measure, name, run, seed)
 
-    for seed, long in ((0, False), (0, True), (1, False)):
-        yield from trained(seed, long)
+def best_factor(name: str, run: Run, results: Path) -> float:
+    """The factor of the lowest loss in a run's search; 1 for a run without one.
+
+    Raises:
+        FileNotFoundError: the search is not finished.
+    """
+    name, run = (run.factors_of, _find(run.factors_of)) if run.factors_of else (name, run)
+    losses = {
+        factor: json.loads((results / f"{name}-x{factor:g}-seed{SEARCHED}.json").read_text())["eval_loss"]
+        for factor in run.factors
+    }
+    return min(losses, key=losses.__getitem__) if losses else 1.0
+
+
+def _find(name: str) -> Run:
+    return next(runs[name] for runs in GROUPS.values() if name in runs)
 
 
 def short(value: float) -> float:
@@ -138,50 +109,98 @@ def short(value: float) -> float:
 
 
 class Watch(TrainerCallback):
-    """Keeps the mean and the geometric mean of Adam's second moment over the MLPs' weights, whenever training logs."""
+    """Sees to what a run has besides its training: second moments, a factor from the fork on, a scaled loss.
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
+    `points` are the step, the mean and the geometric mean of Adam's second moment over the MLPs' weights, whenever
+    training logs. `spread` is the mean and the standard deviation over these weights of log(v / v'), v' of each of
+    `run.against`, at half of the run.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run, factor: float, moments: Path, file: str):
+        self.trainer, self.run, self.factor, self.folder, self.file = trainer, run, factor, moments, file
         self.points: list[tuple[int, float, float]] = []
+        self.spread: dict[str, tuple[float, float]] = {}
+        self.frozen = load_file(self._path(run.frozen_from)) if run.frozen_from else {}
+        if run.loss_scale != 1:
+            compute = trainer.compute_loss
+            trainer.compute_loss = lambda model, *args, **kwargs: _scaled(
+                compute(model, *args, **kwargs), run.loss_scale if model.training else 1
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" not in logs:
-            return
-        optimizer = self.trainer.optimizer
-        moments = optimizer.state if hasattr(optimizer, "state") else {}
-        frozen = getattr(optimizer, "optimizer", optimizer)
-        switched = getattr(frozen, "switched", False)  # then the variance is corrected already
-        correction = 1 if switched else 1 - args.adam_beta2**state.global_step
-        found = [
-            moments[p]["exp_avg_sq"].flatten()
-            for name, p in self.trainer.model.named_parameters()
-            if ".mlp." in name and p in moments
-        ]
-        if found:
-            variance = torch.cat(found) / correction
+        if "loss" in logs and (found := self._second_moments(state.global_step)):
+            variance = torch.cat([tensor.flatten() for tensor in found.values()])
             means = variance.mean().item(), variance.clamp(min=1e-30).log().mean().exp().item()
             self.points.append((state.global_step, *map(short, means)))
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.run.fork and state.global_step == self.run.fork:
+            schedule = self.trainer.lr_scheduler
+            last = len(schedule.base_lrs) - 1  # the group of the embeddings and the head, whose rate stays
+            schedule.base_lrs = [rate * (1 if at == last else self.factor) for at, rate in enumerate(schedule.base_lrs)]
 
-def measure(name: str, run: Run, seed: int, data: str, *, steps: int | None = None) -> dict[str, Any]:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Sets v so that AdamW's own update of it, beta2 v + (1 - beta2) g^2, gives the frozen one."""
+        beta2, optimizer = args.adam_beta2, self.trainer.optimizer
+        for name, parameter in self.trainer.model.named_parameters():
+            if name in self.frozen and parameter in optimizer.state:
+                found = optimizer.state[parameter]
+                frozen = self.frozen[name] * (1 - beta2 ** (found["step"].item() + 1))
+                found["exp_avg_sq"].copy_((frozen - (1 - beta2) * parameter.grad.square()) / beta2)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != state.max_steps // 2 or not (self.run.moments or self.run.against):
+            return
+        found = self._second_moments(state.global_step)
+        if self.run.moments:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: tensor.contiguous() for name, tensor in found.items()}, self._path(self.file))
+        for name in self.run.against:
+            other = load_file(self._path(name))
+            logs = [found[key].clamp(min=1e-30).log() - other[key].clamp(min=1e-30).log() for key in other]
+            ratio = torch.cat([log.flatten() for log in logs])
+            self.spread[name] = short(ratio.mean().item()), short(ratio.std().item())
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}-seed{self.trainer.args.seed}.safetensors"
+
+    def _second_moments(self, step: int) -> dict[str, Tensor]:
+        """Adam's second moments of the MLPs' weights, corrected for their start at zero."""
+        optimizer = self.trainer.optimizer
+        moments = optimizer.state if hasattr(optimizer, "state") else {}
+        switched = getattr(getattr(optimizer, "optimizer", optimizer), "switched", False)  # then v is corrected already
+        correction = 1 if switched else 1 - self.trainer.args.adam_beta2**step
+        parameters = self.trainer.model.named_parameters()
+        return {
+            name: moments[p]["exp_avg_sq"] / correction for name, p in parameters if ".mlp." in name and p in moments
+        }
+
+
+def _scaled(loss: Any, scale: float) -> Any:
+    return (loss[0] * scale, *loss[1:]) if isinstance(loss, tuple) else loss * scale
+
+
+def measure(
+    name: str, run: Run, seed: int, data: str, *, factor: float = 1.0, steps: int | None = None
+) -> dict[str, Any]:
     """Train one model and return what its JSON holds: what `compare_methods.run` returns, and what the claims need."""
     watches: list[Watch] = []
 
     def watch(trainer: Trainer) -> None:
-        watches.append(Watch(trainer))
+        watches.append(Watch(trainer, run, factor, Path(data).parent / "moments", name))
         trainer.add_callback(watches[0])
 
     steps = steps or run.steps
     flags = {"logging_steps": max(1, steps * LOGGED // STEPS)} | run.flags
     variants = {name: (run.method, run.settings)}
-    rate = compare_methods.rate_of(run.like or run.method)
+    rate = compare_methods.rate_of(run.like or run.method) * (1 if run.fork else factor)
     result = compare_methods.run(name, rate, seed, data, steps, variants, flags, watch)
     (watched,) = watches
     model, optimizer = watched.trainer.model, watched.trainer.optimizer
     result["loss"] = [short(value) for value in result["loss"]]
     result["flip_rate"] = [value and short(value) for value in result["flip_rate"]]
     result["method"], result["settings"], result["flags"] = run.method, run.settings, flags
-    result["variance"] = watched.points
+    result["factor"], result["variance"], result["log_ratio"] = factor, watched.points, watched.spread
     result["switch_step"] = getattr(getattr(optimizer, "optimizer", optimizer), "switch_step", None)
     logs = watched.trainer.state.log_history
     result["switch_statistic"] = [(x["step"], short(x["switch_statistic"])) for x in logs if "switch_statistic" in x]
@@ -201,15 +220,19 @@ def main(argv: list[str] | None = None) -> None:
     if not chosen:
         parser.error(f"--only {' '.join(args.only)}: names no group and no run; --list shows them")
     if args.list:
-        print("\n".join(f"{name}  {'there' if _path(args, name).exists() else '-'}" for _, name, _ in chosen))
+        print("\n".join(f"{name}  {'there' if _path(args, name).exists() else '-'}" for _, name, *_ in chosen))
         return
     stdlib_text.prepare(args.data)
     args.results.mkdir(parents=True, exist_ok=True)
     with Progress("runs", len(chosen), "run") as progress:
-        for _, name, make in chosen:
+        for _, name, run, seed, factor in chosen:
             if not _path(args, name).exists():
                 progress.update(0, name)
-                stdlib_text.replace_file(_path(args, name), json.dumps(make(args.data)) + "\n")
+                variant = name.rsplit("-seed", 1)[0]
+                result = measure(
+                    variant, run, seed, args.data, factor=factor or best_factor(variant, run, args.results)
+                )
+                stdlib_text.replace_file(_path(args, name), json.dumps(result) + "\n")
             progress.update()
 
 

@@ -125,30 +125,6 @@ def test_a_dense_weight_is_multiplied_whole_and_its_operands_are_pruned():
     torch.testing.assert_close(layer(x), kernels.nm_prune(x) @ weight.t())
 
 
-@pytest.mark.parametrize("estimator", ["mvue", "mvue-approx", "mvue-1:2", "dense"])
-def test_dense_weights_with_pruned_gradients(estimator):
-    """Output and dX are the dense layer's; dW is unbiased, and the dense one without an estimator."""
-    weight = torch.randn(8, 8, dtype=torch.float64)
-    layer = make_layer(weight, method="dense-weight", weight_grad=estimator)
-    one = torch.randn(2, 12, 8, dtype=torch.float64)
-    x, grad = one.repeat(1, 30, 1)  # 30 draws of groups of tokens in each pass
-    x.requires_grad_()
-    draws = []
-    for _ in range(1 if estimator == "dense" else 100):
-        layer.weight.grad = x.grad = None
-        output = layer(x)
-        output.backward(grad)
-        draws.append(layer.weight.grad / 30)
-    torch.testing.assert_close(output, x @ weight.t())
-    torch.testing.assert_close(x.grad, grad @ weight)
-    expected, drawn = one[1].t() @ one[0], torch.stack(draws)
-    if estimator == "dense":
-        torch.testing.assert_close(drawn[0], expected)
-    else:
-        assert not torch.equal(drawn[0], drawn[1])
-        assert ((drawn.mean(0) - expected).abs() <= 5 * drawn.std(0) / len(draws) ** 0.5).all()
-
-
 def test_a_recipe_imports_it_by_a_flag(tmp_path):
     flags = ["--output_dir", str(tmp_path), "--dataset", "texts", "--model_name_or_path", "model"]
     flags += ["--method", "ste-greedy"]

@@ -1,114 +1,128 @@
-"""The page of claims: rows of losses are recomputed from the files, rules decide, and one run is repeated."""
+"""The claims: rules decide, rows are computed from the files, and the runs have what the table says."""
 
 import json
 import re
 
 import claims_page
 import pytest
-from claims_page import CONTRADICTED, ELSEWHERE, NOT_SEEN, SEEN, VERDICTS, Claim, Results, cheap, ordered
+from claims_page import CONTRADICTED, ELSEWHERE, NO_EFFECT, NOT_SEEN, SEEN, VERDICTS, Claim, Results, cheap, ordered
 from paths import ROOT
 
-from recipes import claims  # not tests/support/claims.py
+from recipes import claims, stdlib_text  # not tests/support/claims.py
+from recipes.claims import Run
 
 COMMITTED = ROOT / "recipes" / "results"
 PAGE = ROOT / "docs" / "measured" / "claims.md"
 
 
-def test_the_page_is_that_of_the_files():
-    assert PAGE.read_text() == claims_page.page(COMMITTED)
-
-
 def test_every_row_has_a_number_and_either_a_statistic_or_a_verdict():
     found = [claim for section in Results(COMMITTED).sections() for claim in section.claims]
-    rows = re.findall(r"^\| ?([A-Z]\d+) \|.*\| ([^|]+?) ?\|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ?([A-Z]\d+) \|.*\| ([^|]+?) ?\|$", PAGE.read_text().partition("## S-STE")[2], re.M)
     assert [number for number, _ in rows] == [claim.id for claim in found] and len(found) >= 25
     assert {verdict.strip("*") for _, verdict in rows} <= set(VERDICTS)
     assert len({claim.id for claim in found}) == len(found)
     for claim in found:
-        assert bool(claim.statistic) == bool(claim.gaps) != bool(claim.verdict), claim.id
-        assert claim.frozen or claim.statistic or claim.verdict == ELSEWHERE, claim.id
+        assert bool(claim.statistic) != bool(claim.verdict) and bool(claim.was) == bool(claim.why), claim.id
+        assert claim.frozen or claim.gaps or claim.values or claim.verdict == ELSEWHERE, claim.id
 
 
 @pytest.mark.parametrize(
-    ("rule", "differences", "verdict"),
+    ("rule", "differences", "forked", "verdict"),
     [
-        (ordered, [], NOT_SEEN),
-        (ordered, [0.01], NOT_SEEN),  # one seed, less than noise
-        (ordered, [0.03], SEEN),
-        (ordered, [0.01, 0.002], SEEN),
-        (ordered, [0.01, -0.002], NOT_SEEN),
-        (ordered, [-0.01, -0.002], NOT_SEEN),
-        (ordered, [-0.03], CONTRADICTED),
-        (ordered, [-0.03, -0.02], CONTRADICTED),
-        (cheap, [], NOT_SEEN),
-        (cheap, [0.01], NOT_SEEN),
-        (cheap, [-0.01], SEEN),
-        (cheap, [0.05], CONTRADICTED),
-        (cheap, [0.01, 0.02], SEEN),
-        (cheap, [0.01, 0.05], NOT_SEEN),
-        (cheap, [0.03, 0.05], CONTRADICTED),
+        (ordered, [0.03], False, NOT_SEEN),  # one seed of runs that differ by 0.02
+        (ordered, [0.01, 0.002], False, NOT_SEEN),
+        (ordered, [0.01, 0.008], True, SEEN),
+        (ordered, [-0.05, -0.03], False, CONTRADICTED),
+        (ordered, [0.001, -0.001], True, NO_EFFECT),
+        (ordered, [0.02, -0.02] * 4, False, NOT_SEEN),  # eight seeds: their own spread
+        (ordered, [0.004, -0.004] * 4, False, NO_EFFECT),
+        (cheap, [-0.03], False, SEEN),
+        (cheap, [0.01, 0.012], True, SEEN),
+        (cheap, [0.07, 0.05], False, CONTRADICTED),
+        (cheap, [0.012, 0.008] * 4, False, SEEN),
     ],
 )
-def test_orders_and_costs(rule, differences, verdict):
-    assert rule(differences) == verdict
+def test_orders_and_costs(rule, differences, forked, verdict):
+    assert rule(differences, forked) == verdict
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "each", "worst"),
-    [
-        ([SEEN, SEEN], SEEN, SEEN),
-        ([SEEN, NOT_SEEN], NOT_SEEN, NOT_SEEN),
-        ([SEEN, CONTRADICTED], NOT_SEEN, CONTRADICTED),
-        ([CONTRADICTED, CONTRADICTED], CONTRADICTED, CONTRADICTED),
-    ],
-)
-def test_several_parts(verdicts, each, worst):
-    assert (claims_page.together(verdicts), claims_page.worst(verdicts)) == (each, worst)
-
-
-def copied(folder, losses):
-    """Results of seed 0 alone, with other losses."""
-    (folder / "claims").mkdir()
-    for name, loss in losses.items():
-        path = COMMITTED / "claims" / f"{name}-seed0.json"
-        (folder / "claims" / path.name).write_text(json.dumps(json.loads(path.read_text()) | {"eval_loss": loss}))
-    return Results(folder)
-
-
-@pytest.mark.parametrize(("cost", "verdict"), [(0.03, SEEN), (0.05, NOT_SEEN), (0.075, NOT_SEEN), (0.09, CONTRADICTED)])
-def test_comparable_with_dense(tmp_path, cost, verdict):
-    results = copied(tmp_path, {"dense": 3.0, "mvue": 3.0 + cost})
-    claim = Claim("X1", "", "", "{} {share:.1%}", [["claims/dense", "claims/mvue"]], "comparable")
-    assert claims_page.judged(claim, results) == (f"+{cost:.3f}, 1 seed {cost / 3:.1%}", verdict)
+def test_values_of_a_run_stand_behind_the_gaps():
+    values = [["claims/step-2-4", "switch_step"], ["claims/moments-other-order", "log_ratio/moments-dense/1"]]
+    claim = Claim("X1", "", "", "at {:.11}; {:.8}", values=values, verdict=SEEN)
+    finding, precision, verdict = claims_page.judged(claim, Results(COMMITTED))
+    assert re.fullmatch(r"at 300 \[300, 3; 1\.\d\d? \[.*", finding) and (precision, verdict) == ("", SEEN)
 
 
 def test_a_changed_file_changes_the_verdict(tmp_path):
-    results = copied(tmp_path, {"mvue": 3.0, "greedy": 3.1})
+    (tmp_path / "claims").mkdir()
+    for name, loss in {"mvue": 3.0, "greedy": 3.1}.items():
+        (tmp_path / "claims" / f"{name}-seed0.json").write_text(json.dumps({"eval_loss": loss}))
+    results = Results(tmp_path)
 
     def judged(one, other, statistic, **options):
         gaps = [[f"claims/{one}", f"claims/{other}"]]
         return claims_page.judged(Claim("X1", "", "", "over it {}", gaps, statistic, **options), results)
 
-    assert judged("mvue", "greedy", "lower") == ("over it +0.100, 1 seed", SEEN)
-    assert judged("greedy", "mvue", "lower") == ("over it -0.100, 1 seed", CONTRADICTED)
-    assert judged("greedy", "mvue", "cheap") == ("over it -0.100, 1 seed", SEEN)
-    assert judged("mvue", "greedy", "cheap", taken="each", of=[0]) == ("over it +0.100, 1 seed", CONTRADICTED)
+    precision = "±0.040; 0.02 would look like -0.020 to +0.060"
+    assert judged("mvue", "greedy", "lower") == ("over it +0.100, 1 seed", precision, SEEN)
+    assert judged("greedy", "mvue", "lower") == ("over it -0.100, 1 seed", precision, CONTRADICTED)
+    assert judged("mvue", "greedy", "cheap", taken="each", of=[0])[-1] == CONTRADICTED
     with pytest.raises(FileNotFoundError, match="claims/dense"):
         judged("dense", "mvue", "lower")
-    typed = Claim("X1", "", "", "no GPU", verdict=ELSEWHERE)
-    assert claims_page.judged(typed, results) == ("no GPU", ELSEWHERE)
 
 
-def test_a_run_that_has_its_file_is_not_repeated(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(claims, "measure", lambda name, run, seed, data: made.append((name, seed)) or {"seed": seed})
+@pytest.fixture
+def made(monkeypatch):
+    """The names and factors of the runs that were made; the loss of each is its factor's distance from 1."""
+    found = []
+
+    def measure(name, run, seed, data, factor):
+        found.append((name, seed, factor))
+        return {"eval_loss": abs(factor - 1)}
+
+    monkeypatch.setattr(claims, "measure", measure)
     monkeypatch.setattr(claims.stdlib_text, "prepare", lambda directory: None)
-    options = ["--only", "mvue-fp8-seed0", "step-geometric-seed0", "--results", str(tmp_path)]
-    (tmp_path / "step-geometric-seed0.json").write_text("{}")
+    return found
+
+
+def test_a_run_that_has_its_file_is_not_repeated(tmp_path, made):
+    options = ["--only", "mvue-fp8-seed0", "--results", str(tmp_path)]
     claims.main(options)
     claims.main(options)
-    assert made == [("mvue-fp8", 0)]
-    assert json.loads((tmp_path / "mvue-fp8-seed0.json").read_text()) == {"seed": 0}
+    assert made == [("mvue-fp8", 0, 1.0)]
+    assert json.loads((tmp_path / "mvue-fp8-seed0.json").read_text()) == {"eval_loss": 0.0}
+
+
+def test_other_seeds_take_the_best_of_the_search(tmp_path, made):
+    names = ["fork-transposable-1-2-seed0", "fork-transposable-2-4-seed0"]
+    with pytest.raises(FileNotFoundError, match=r"fork-transposable-2-4-x0\.63-seed9"):
+        claims.main(["--only", *names, "--results", str(tmp_path)])
+    search = [f"fork-transposable-2-4-x{factor}-seed9" for factor in ("0.63", "1", "1.6")]
+    claims.main(["--only", *search, *names, "--results", str(tmp_path)])
+    assert [factor for *_, factor in made] == [0.63, 1, 1.6, 1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_what_a_run_has_besides_its_training(tmp_path):
+    """Second moments are kept, compared, frozen. The factor holds from the fork on. Adam sees no scale of the loss."""
+    stdlib_text.prepare(tmp_path / "text", max_files=50)
+
+    def run(name, **fields):
+        flags = {"block_size": 32, "logging_steps": 1} | fields.pop("flags", {})
+        one = Run("dense", like="dense", flags=flags, **fields)
+        return claims.measure(name, one, 0, str(tmp_path / "text"), factor=3.0 if one.fork else 1.0, steps=8)
+
+    plain = run("plain", moments=True)
+    same = run("same", against=("plain",))
+    assert same["loss"] == plain["loss"] and same["log_ratio"] == {"plain": (0.0, 0.0)}
+    scaled = run("scaled", loss_scale=10, flags={"max_grad_norm": 10})
+    assert scaled["loss"] == pytest.approx([10 * loss for loss in plain["loss"]], rel=2e-3)
+    assert scaled["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
+    forked = run("forked", fork=4)
+    assert forked["loss"][:5] == plain["loss"][:5] and forked["loss"][5:] != plain["loss"][5:]
+    frozen = run("frozen", frozen_from="plain")
+    (_, mean, _), (_, kept, _) = frozen["variance"][-1], plain["variance"][3]
+    assert mean == pytest.approx(kept, rel=1e-3) and frozen["loss"] != plain["loss"]
 
 
 @pytest.mark.slow
