@@ -35,7 +35,8 @@ NOTES = """## How it was measured
   blocks. llama.cpp is built for this CPU; rows of 576 weights do not fit K-quants, and it takes other formats there.
 - `W8A8 2:4` of OpenVINO is the 2:4 model with int8 activations; `sparse` adds `CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE`.
   The command measures no OpenVINO any more: these rows are of the date below.
-- Each row took turns with `dense bf16`: {new} new tokens of one sequence after {prompt}. Brackets are the 10 % and 90 %
+- Each row took turns with `dense bf16`: {new} new tokens of one sequence after {prompt}, {large} of Llama-1B. Brackets
+  are the 10 % and 90 %
   quantiles of the turns. KL is the mean over four held-out corpora of {documents} rows of 512 tokens, in nats per
   token. Perplexity is over that of `dense bf16`.
 - Llama-1B has random weights: it is for speed alone.
@@ -85,7 +86,8 @@ def page(folder: Path) -> str:
     base = next(row for name, row in rows.items() if name == "dense bf16")
     documents = len(base["quality"]["validation"]["kl"]) if "quality" in base else 16
     parts = [INTRO.format(rows=len(rows)), FIGURE, "## Is a sparse model on the front?", FRONT, verdicts(rows)]
-    parts += ["## All rows", table(rows, large), NOTES.format(documents=documents, **base["sizes"])]
+    new = max((row["sizes"]["new"] for row in large.values()), default=0)
+    parts += ["## All rows", table(rows, large), NOTES.format(documents=documents, large=new, **base["sizes"])]
     systems = sorted({row["system"].split(": ")[0] for row in rows.values()})  # without llama.cpp's CPU features
     loads = [found["load"] for row in rows.values() for found in row["speed"].values()]
     made = f"`python recipes/benchmarks/frontier.py`, {base['date'][:10]}: {base['environment']['cpu']}"

@@ -102,7 +102,7 @@ compiled before.
 - `torch.compile` and CUDA graphs of a whole step
 - any other GPU
 
-The kernels have changed a little since then, and have not run again."""
+Much of what that step runs has [changed since then](#changed-since-then-not-timed-there), and nothing has run again."""
 
 
 def read(folder: Path, name: str) -> Rows:

@@ -59,4 +59,4 @@ def test_a_changed_result_is_noticed(tmp_path):
     run["corpora"]["validation"]["nats"][0] *= 1.05
     path.write_text(json.dumps(run))
     lacking = missing("README.md", claims.figures(copy))
-    assert len(lacking) == 2
+    assert len(lacking) == 3
