@@ -54,8 +54,8 @@ def sizes(runs: list[Run]) -> dict[str, int]:
 
 
 def variants(runs: list[Run]) -> list[str]:
-    """The sparse ones, in the order of the recipe."""
-    order = ["s-ste", "s-ste 16:32", "sr-ste", "t-sr-ste"]
+    """Those next to dense, in the order of the recipe."""
+    order = ["s-ste", "s-ste 16:32", "sr-ste", "t-sr-ste", "dense half"]
     return [name for name in order if any(run["variant"] == name for run in runs)]
 
 

@@ -22,6 +22,7 @@ import compare_methods
 import stdlib_text
 import torch
 import yaml
+from claims_probes import PROBES
 from running import run as run_script
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -62,6 +63,8 @@ class Run:
     """Runs of the same seed with whose second moments to compare those of this one."""
     frozen_from: str = ""
     """A run of the same seed whose second moments the MLPs have, from their second step on."""
+    probe: str = ""
+    """What is done with the trained model: a key of `claims_probes.PROBES`."""
 
 
 def read_table() -> dict[str, dict[str, Run]]:
@@ -206,7 +209,7 @@ def measure(
     result["switch_statistic"] = [(x["step"], short(x["switch_statistic"])) for x in logs if "switch_statistic" in x]
     scales = [float(weight.state["scale"]) for weight in sparse_weights(model).values() if "scale" in weight.state]
     result["scales"] = [short(scale) for scale in scales]
-    return result
+    return result | ({"probe": PROBES[run.probe](watched.trainer, seed)} if run.probe else {})
 
 
 def main(argv: list[str] | None = None) -> None:

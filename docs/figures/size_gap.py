@@ -5,9 +5,9 @@ from statistics import fmean
 import scaling_page as scaling
 from matplotlib.figure import Figure
 from results import RESULTS
-from style import BLUE, GREEN, MUTED, ORANGE, PURPLE, picture
+from style import BLUE, GREEN, GREY, MUTED, ORANGE, PURPLE, picture
 
-COLOURS = {"s-ste": BLUE, "s-ste 16:32": PURPLE, "sr-ste": GREEN, "t-sr-ste": ORANGE}
+COLOURS = {"s-ste": BLUE, "s-ste 16:32": PURPLE, "sr-ste": GREEN, "t-sr-ste": ORANGE, "dense half": GREY}
 
 
 @picture("scaling", "The gap to dense training by parameters, of each method, in nats and in percent", height=560)

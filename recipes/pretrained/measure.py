@@ -45,6 +45,9 @@ DOCUMENTS = 16
 PATTERNS = ("2:4", "16:32", "8:16", "6:8")
 """What `oneshot` prunes to."""
 
+RATES_TRIED = ["oneshot at 0.005", "oneshot at 0.02"]
+"""And by other learning rates than its default of 0.01."""
+
 TOKENS = (30_000, 100_000, 300_000)
 RATES = (1.6e-3, 8e-4, 4e-4, 2e-4, 1e-4, 5e-5, 2.5e-5)
 START = 2e-4
@@ -70,6 +73,8 @@ class Variant:
         lora: whether an adapter is trained, and merged under the mask.
         settings: of the method.
         pattern: N:M of the weights.
+        passes: over the tokens that `oneshot` prunes by, to train on after SparseGPT: as many as `oneshot` takes, and
+            in its CPU time. 0: it trains on the training text, from what `oneshot` pruned.
     """
 
     method: str | None
@@ -79,6 +84,20 @@ class Variant:
     lora: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     pattern: str = PATTERNS[0]
+    passes: int = 0
+
+    @property
+    def searched_at(self) -> int:
+        """The number of tokens for which the learning rate is searched."""
+        return self.passes * (CALIBRATION + OWN) * CALIBRATION_LENGTH or TOKENS[0]
+
+    def start(self, material: "Material") -> Path:
+        """The folder of the model that it trains."""
+        if not self.pruned:
+            return material.source
+        if self.passes:
+            return material.pruned(with_own=False, pattern=self.pattern, reconstruct=None)
+        return material.pruned(pattern=self.pattern)
 
 
 NO_TAIL = {"dense_tail": 0}  # a tail would leave the model dense
@@ -105,6 +124,7 @@ VARIANTS = {
     "ast from dense, teacher": Variant("ast", pruned=False, teacher=True),
     "t-sr-ste from dense": Variant("t-sr-ste", pruned=False, settings=NO_TAIL),
     "t-sr-ste from dense, teacher": Variant("t-sr-ste", pruned=False, teacher=True, settings=NO_TAIL),
+    "sparsegpt, trained as long as oneshot": Variant("fixed-mask", teacher=True, passes=3),
 }
 
 
@@ -212,9 +232,9 @@ def train(material: Material, variant: Variant, tokens: int, rate: float, seed: 
     """A trainer that has trained."""
     set_seed(seed)
     steps = tokens // (BLOCK * BATCH)
-    blocks = material.blocks("train", BLOCK, steps * BATCH)
-    order = torch.randperm(len(blocks)).tolist()
-    model = material.load(material.pruned(pattern=variant.pattern) if variant.pruned else material.source)
+    blocks = material.calibration(True) if variant.passes else material.blocks("train", BLOCK, steps * BATCH)
+    order = [i for _ in range(variant.passes or 1) for i in torch.randperm(len(blocks)).tolist()]
+    model = material.load(variant.start(material))
     arguments = TrainingArguments(
         output,
         max_steps=steps,
@@ -252,8 +272,7 @@ def train(material: Material, variant: Variant, tokens: int, rate: float, seed: 
 def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> dict[str, Any]:
     """What the JSON of a run holds."""
     variant = VARIANTS[name]
-    if variant.pruned:
-        material.pruned(pattern=variant.pattern)  # which is no cost of this run
+    variant.start(material)  # which is no cost of this run
     with tempfile.TemporaryDirectory() as output:
         start = Cost()
         trainer = train(material, variant, tokens, rate, seed, output)
@@ -281,7 +300,9 @@ def run(material: Material, name: str, tokens: int, rate: float, seed: int) -> d
 
 def start_point(material: Material, name: str) -> dict[str, Any]:
     """The JSON of a model that nothing has trained: the dense one, or one that `oneshot` pruned."""
-    path = material.source if name == "dense" else material.pruned(pattern=(name.split() + [PATTERNS[0]])[1])
+    options = {"learning_rate": float(name.split()[-1])} if " at " in name else {}
+    pattern = next((pattern for pattern in PATTERNS if pattern in name), PATTERNS[0])
+    path = material.source if name == "dense" else material.pruned(pattern=pattern, **options)
     cost = {} if name == "dense" else json.loads((path / "cost.json").read_text())
     found = {"variant": name, "tokens": 0, "learning_rate": 0.0, "seed": 0, "verified": None, "cost": cost}
     return found | material.evaluate(material.load(path)) | made_by()
@@ -311,18 +332,20 @@ def validation_loss(run: dict[str, Any]) -> float:
 def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[str, Any]]) -> Iterator[tuple]:
     """Tokens, learning rate and seed of the runs that a variant lacks and that can start now."""
     source = RATE_OF.get(name, name)
+    least = VARIANTS[name].searched_at
     losses = {
         run["learning_rate"]: validation_loss(run)
         for run in found
-        if (run["variant"], run["tokens"], run["seed"]) == (source, TOKENS[0], 0)
+        if (run["variant"], run["tokens"], run["seed"]) == (source, least, 0)
     }
     rate = next_rate(losses, RATES, (START,))
     if rate is None:
         done = {(run["tokens"], run["learning_rate"], run["seed"]) for run in found if run["variant"] == name}
+        budgets = budgets if least == TOKENS[0] else [least]
         wanted = [(tokens, best_rate(losses), seed) for tokens in budgets for seed in seeds]
         yield from (run for run in wanted if run not in done)
     elif source == name:
-        yield TOKENS[0], rate, 0
+        yield least, rate, 0
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -343,7 +366,7 @@ def main(argv: list[str] | None = None) -> None:
     with Progress("runs", None, "run", partial(print, flush=True)) as progress:
         pruned = {VARIANTS[name].pruned for name in args.only}
         starts = [f"oneshot {pattern}".removesuffix(f" {PATTERNS[0]}") for pattern in args.patterns]
-        for name in ["dense"] * (False in pruned) + starts * (True in pruned):
+        for name in ["dense"] * (False in pruned) + (starts + RATES_TRIED) * (True in pruned):
             if not any(run["variant"] == name and run["tokens"] == 0 for run in read_runs(args.results)):
                 save(args.results, start_point(material, name))
         while True:

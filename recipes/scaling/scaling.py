@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "t-sr-ste": ("t-sr-ste", {}),
     "sr-ste": ("sr-ste", {}),
     "s-ste 16:32": ("s-ste", {"pattern": "16:32"}),
+    "dense half": ("dense", {}),
 }
+HALF = "dense half"
+"""The control with as many weights in its MLPs as the sparse models have that are not zero."""
 SEEDS = (0, 1, 2)
 CHECKED = ("dense", "s-ste")
 
@@ -99,8 +102,9 @@ class Run:
 def runs() -> Iterator[Run]:
     """All runs, the smallest sizes first."""
     for size in SIZES:
-        for seed in SEEDS if size in ("0.46M", "1.6M") else SEEDS[:1]:
-            yield from (Run(size, variant, seed) for variant in VARIANTS)
+        small = size in ("0.46M", "1.6M")
+        for seed in SEEDS if small else SEEDS[:1]:
+            yield from (Run(size, variant, seed) for variant in VARIANTS if small or variant != HALF)
         if size == "1.6M":
             yield from (Run(size, variant, 1, 1.6) for variant in CHECKED)
 
@@ -116,7 +120,9 @@ def fits(run: Run, results: Path) -> bool:
 
 def train(run: Run, data: Path, watch: Callable[[Trainer], None] | None = None, **flags: Any) -> dict[str, Any]:
     """What the JSON of a run holds; `flags` of train.py come after those of its size."""
-    flags = SIZES[run.size].flags | {"save_strategy": "steps", "save_steps": SAVED_EVERY, "save_total_limit": 1} | flags
+    size = SIZES[run.size]
+    size = replace(size, mlp=size.mlp // 2) if run.variant == HALF else size
+    flags = size.flags | {"save_strategy": "steps", "save_steps": SAVED_EVERY, "save_total_limit": 1} | flags
     found = compare_methods.run(run.variant, run.rate, run.seed, str(data), None, VARIANTS, flags, watch)
     del found["train_seconds"]  # of the part since the last checkpoint
     return found | {"size": run.size, "factor": run.factor, "dtype": dtype()}

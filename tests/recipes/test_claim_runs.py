@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import claims_page
 import pytest
@@ -44,13 +45,6 @@ def test_every_row_has_a_number_and_either_a_statistic_or_a_verdict():
 )
 def test_orders_and_costs(rule, differences, forked, verdict):
     assert rule(differences, forked) == verdict
-
-
-def test_values_of_a_run_stand_behind_the_gaps():
-    values = [["claims/step-2-4", "switch_step"], ["claims/moments-other-order", "log_ratio/moments-dense/1"]]
-    claim = Claim("X1", "", "", "at {:.11}; {:.8}", values=values, verdict=SEEN)
-    finding, precision, verdict = claims_page.judged(claim, Results(COMMITTED))
-    assert re.fullmatch(r"at 300 \[300, 3; 1\.\d\d? \[.*", finding) and (precision, verdict) == ("", SEEN)
 
 
 def test_a_changed_file_changes_the_verdict(tmp_path):
@@ -103,13 +97,13 @@ def test_other_seeds_take_the_best_of_the_search(tmp_path, made):
 
 
 @pytest.mark.slow
-def test_what_a_run_has_besides_its_training(tmp_path):
+def test_what_a_run_has_besides_its_training(tmp_path, monkeypatch):
     """Second moments are kept, compared, frozen. The factor holds from the fork on. Adam sees no scale of the loss."""
     stdlib_text.prepare(tmp_path / "text", max_files=50)
 
     def run(name, **fields):
         flags = {"block_size": 32, "logging_steps": 1} | fields.pop("flags", {})
-        one = Run("dense", like="dense", flags=flags, **fields)
+        one = Run(fields.pop("method", "dense"), like="dense", flags=flags, **fields)
         return claims.measure(name, one, 0, str(tmp_path / "text"), factor=3.0 if one.fork else 1.0, steps=8)
 
     plain = run("plain", moments=True)
@@ -123,6 +117,12 @@ def test_what_a_run_has_besides_its_training(tmp_path):
     frozen = run("frozen", frozen_from="plain")
     (_, mean, _), (_, kept, _) = frozen["variance"][-1], plain["variance"][3]
     assert mean == pytest.approx(kept, rel=1e-3) and frozen["loss"] != plain["loss"]
+    monkeypatch.setitem(claims.PROBES, "descent", partial(claims.PROBES["descent"], steps=2, micro_batches=2))
+    held = {"probe": "descent", "flags": {"lr_scheduler_type": "constant"}}  # else the last rate is zero
+    probes = {method: run(method, method=method, **held)["probe"] for method in ("ste", "s-ste")}
+    assert abs(probes["s-ste"]["gain of flips"]) < abs(probes["ste"]["gain of flips"]) / 2, "it is continuous"
+    found = run("unstructured", probe="unstructured")["probe"]["over unstructured"]
+    assert found["2:4"]["at once"] > found["8:16"]["at once"]
 
 
 @pytest.mark.slow
