@@ -84,7 +84,7 @@ def cells() -> Iterator[tuple[str, str, Run, int, float]]:
             yield group, f"{name}-x{factor:g}-seed{SEARCHED}", run, SEARCHED, factor
     for seed in range(max(run.seeds for _, _, run in table)):
         for group, name, run in table:
-            if seed < run.seeds:
+            if seed < run.seeds and not (seed == SEARCHED and run.factors):
                 yield group, f"{name}-seed{seed}", run, seed, 0.0
 
 
