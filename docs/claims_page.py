@@ -29,7 +29,7 @@ Run = dict[str, Any]
 LIMIT = 0.02
 """Nats. What costs no more costs little."""
 NULL = 0.01
-"""Nats. An effect whose interval has zero in it and lies within this is none."""
+"""Nats. An effect whose interval lies within this of zero is none."""
 SPREAD, FORKED = 0.020, 0.002
 """Standard deviation of the difference of two runs of 4.1M tokens from scratch (45 contrasts of three seeds in
 results/methods), and of two that are one dense training up to a step. They stand in for that of a few seeds."""
@@ -135,9 +135,9 @@ def margin(differences: list[float], forked: bool = False) -> float:
 def ordered(differences: list[float], forked: bool = False) -> str:
     """The verdict on "the first is lower": of differences that are then above zero, one for each seed."""
     mean, error = statistics.mean(differences), margin(differences, forked)
-    if abs(mean) > error:
-        return SEEN if mean > 0 else CONTRADICTED
-    return NO_EFFECT if abs(mean) + error <= NULL else NOT_SEEN
+    if abs(mean) + error <= NULL:
+        return NO_EFFECT
+    return NOT_SEEN if abs(mean) <= error else SEEN if mean > 0 else CONTRADICTED
 
 
 def cheap(costs: list[float], forked: bool = False) -> str:
@@ -214,8 +214,8 @@ INTRO = """# What the papers claim, and what was seen
 - ± is half of the 95 % interval of the mean. With {enough} seeds or more it is Student's t. With fewer it is two
   standard errors, of the seeds' spread or of {spread:g} nats, whichever is larger: 45 pairs of methods with three seeds
   have that spread. Pairs that *fork*, that are one training up to a step, have {forked:g}.
-- *Seen*: the interval is above zero. *Contradicted*: it is below. *No effect*: zero is in it, and it lies within
-  {null:g} nats. *Not seen*: none of these; the claim may hold.
+- *No effect*: the interval lies within {null:g} nats of zero. *Seen*: it lies above zero. *Contradicted*: below. *Not
+  seen*: none of these; the claim may hold.
 - *Costs little*: seen where the interval ends at {limit:g} nats or below, contradicted where it begins above.
 - Verdicts on losses alone are computed from the result files by `python docs/build_site.py`, and again by the tests.
   The code of commit 79372d2b computed {frozen} others; `recipes/results/claims/rows.yaml` says which.
