@@ -201,7 +201,7 @@ def _at(run: Run, path: str) -> float:
 
 INTRO = """# What the papers claim, and what was seen
 
-{claims} claims of five papers, each tried as far as a CPU can: **{counts}**.
+{claims} claims of five papers, tried as far as a CPU can: **{counts}**.
 
 {table}
 
@@ -217,8 +217,8 @@ INTRO = """# What the papers claim, and what was seen
 - *No effect*: the interval lies within {null:g} nats of zero. *Seen*: it lies above zero. *Contradicted*: below. *Not
   seen*: none of these; the claim may hold.
 - *Costs little*: seen where the interval ends at {limit:g} nats or below, contradicted where it begins above.
-- Verdicts on losses alone are computed from the result files by `python docs/build_site.py`, and again by the tests.
-  The code of commit 79372d2b computed {frozen} others; `recipes/results/claims/rows.yaml` says which.
+- `python docs/build_site.py` computes the figures from the result files, and the verdicts that have a ±. The code of
+  commit 79372d2b judged {frozen} others. The rest are our reading of the figures. `rows.yaml` says which is which.
 - Commands stand for `python recipes/...`; those of frozen rows are of that commit, and some are gone. What repeats the
   papers' own experiments, at their size, is in [the papers' experiments](papers.md)."""
 
@@ -227,23 +227,23 @@ def page(folder: Path) -> str:
     """The page of a folder of results."""
     results = Results(folder)
     sections = results.sections()
-    findings = {claim.id: judged(claim, results) for section in sections for claim in section.claims}
-    verdicts = [verdict for *_, verdict in findings.values()]
+    claims = [claim for section in sections for claim in section.claims]
+    findings = {claim.id: judged(claim, results) for claim in claims}
+    now = {name: verdict for name, (*_, verdict) in findings.items()}
+    verdicts = list(now.values())
     kinds = [kind for kind in VERDICTS if kind in verdicts]
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds)
     lines = []
     for section in sections:
-        own = [findings[claim.id][-1] for claim in section.claims]
+        own = [now[claim.id] for claim in section.claims]
         link = f"[{section.section}](#{section.section.lower().replace(' ', '-')})"
         lines.append([link, *(str(own.count(kind) or "") for kind in kinds)])
     table = markdown_table(["paper", *kinds], lines)
     run = results.short("dense")[0]
     sizes = {"claims": len(verdicts), "counts": counts, "table": table, "steps": run["arguments"]["max_steps"]}
-    sizes["frozen"] = sum(bool(claim.frozen) for section in sections for claim in section.claims)
     limits = {"limit": LIMIT, "null": NULL, "spread": SPREAD, "forked": FORKED, "enough": ENOUGH}
-    parts = [INTRO.format(**sizes, **limits)]
-    claims = [claim for section in sections for claim in section.claims]
-    changed = [[claim.id, claim.was, findings[claim.id][-1], claim.why] for claim in claims if claim.was]
+    parts = [INTRO.format(**sizes, **limits, frozen=sum(bool(claim.frozen) for claim in claims))]
+    changed = [[one.id, one.was, now[one.id], one.why] for one in claims if one.was not in ("", now[one.id])]
     parts += ["## Verdicts that changed", markdown_table(["", "before", "now", "why"], changed)]
     for section in sections:
         parts += [f"## {section.section}", section.paper, f"![{ALT}](../images/{section.image}.svg)"]
