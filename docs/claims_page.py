@@ -1,6 +1,6 @@
 """The page of what the papers' abstracts claim and what was seen: a table of the rows of recipes/results/claims.
 
-Rows of losses are computed from the committed runs. The others are frozen: `rows.yaml` has their text and verdict.
+Figures are computed from the committed runs, and so are verdicts on losses; `rows.yaml` has the others.
 """
 
 import json

@@ -36,7 +36,6 @@ WHAT = {
     "cast-decay-1e-3": "`cast` with more decay, at its learning rate; code of 49d34cb",
     "step-paper": "`step` with the paper's unclipped steps, at its learning rate",
 }
-# What the papers found: (better, worse, source).
 
 
 def method_of(variant: str) -> str:

@@ -26,7 +26,8 @@ def rows_of(section: claims_page.Section, results: claims_page.Results) -> list[
     return found
 
 
-def draw(rows: list[Row], figure: Figure) -> None:
+def draw(section: claims_page.Section, figure: Figure) -> None:
+    rows = rows_of(section, _RESULTS)
     axis = figure.subplots()
     for place, (_, mean, error, colour) in enumerate(rows):
         axis.plot([mean - error, mean + error], [place, place], color=colour, linewidth=2)
@@ -40,5 +41,5 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 _RESULTS = claims_page.Results(RESULTS)
 for _section in _RESULTS.sections():
-    _rows = rows_of(_section, _RESULTS)
-    picture(_section.image, claims_page.ALT, height=80 + 36 * len(_rows))(partial(draw, _rows))
+    _rows = sum(len(claim.gaps) for claim in _section.claims)
+    picture(_section.image, claims_page.ALT, height=80 + 36 * _rows)(partial(draw, _section))

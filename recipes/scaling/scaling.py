@@ -67,16 +67,16 @@ SIZES = {
     "3M": Size(192, 512, 5, 26_000),
     "5.5M": Size(256, 832, 5, 48_000),
 }
+HALF = "dense half"
+"""The control with as many weights in its MLPs as the sparse models have that are not zero."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "s-ste": ("s-ste", {}),
     "t-sr-ste": ("t-sr-ste", {}),
     "sr-ste": ("sr-ste", {}),
     "s-ste 16:32": ("s-ste", {"pattern": "16:32"}),
-    "dense half": ("dense", {}),
+    HALF: ("dense", {}),
 }
-HALF = "dense half"
-"""The control with as many weights in its MLPs as the sparse models have that are not zero."""
 SEEDS = (0, 1, 2)
 CHECKED = ("dense", "s-ste")
 
