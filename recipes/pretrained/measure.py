@@ -86,11 +86,6 @@ class Variant:
     pattern: str = PATTERNS[0]
     passes: int = 0
 
-    @property
-    def searched_at(self) -> int:
-        """The number of tokens for which the learning rate is searched."""
-        return self.passes * (CALIBRATION + OWN) * CALIBRATION_LENGTH or TOKENS[0]
-
     def start(self, material: "Material") -> Path:
         """The folder of the model that it trains."""
         if not self.pruned:
@@ -332,20 +327,20 @@ def validation_loss(run: dict[str, Any]) -> float:
 def missing(name: str, budgets: list[int], seeds: list[int], found: list[dict[str, Any]]) -> Iterator[tuple]:
     """Tokens, learning rate and seed of the runs that a variant lacks and that can start now."""
     source = RATE_OF.get(name, name)
-    least = VARIANTS[name].searched_at
     losses = {
         run["learning_rate"]: validation_loss(run)
         for run in found
-        if (run["variant"], run["tokens"], run["seed"]) == (source, least, 0)
+        if (run["variant"], run["tokens"], run["seed"]) == (source, TOKENS[0], 0)
     }
     rate = next_rate(losses, RATES, (START,))
     if rate is None:
         done = {(run["tokens"], run["learning_rate"], run["seed"]) for run in found if run["variant"] == name}
-        budgets = budgets if least == TOKENS[0] else [least]
+        if passes := VARIANTS[name].passes:
+            budgets = [passes * (CALIBRATION + OWN) * CALIBRATION_LENGTH]
         wanted = [(tokens, best_rate(losses), seed) for tokens in budgets for seed in seeds]
         yield from (run for run in wanted if run not in done)
     elif source == name:
-        yield least, rate, 0
+        yield TOKENS[0], rate, 0
 
 
 def main(argv: list[str] | None = None) -> None:
