@@ -146,7 +146,7 @@ PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../p
 
 def by_time(runs: list[Run], folder: Path) -> str:
     """What starts from the dense model, by CPU time; of several learning rates the best."""
-    kinds = (" from dense", " as long")
+    kinds = (" from dense", "sparsegpt, trained")
     found = [run for run in runs if run["variant"] in CALIBRATED or any(kind in run["variant"] for kind in kinds)]
     found = [run for run in found if run is best_rate(runs, run["variant"], run["tokens"], run["seed"])]
     found.sort(key=lambda run: run["cost"]["cpu_s"])
@@ -230,11 +230,13 @@ def rates(runs: list[Run], folder: Path) -> str:
             best = min(found.values())
             cells = {rate: f"**{value:.3f}**" if value == best else f"{value:.3f}" for rate, value in found.items()}
             rows.append([f"`{variant}`", number(tokens), *(cells.get(rate, "") for rate in columns)])
-    text = (
-        "Validation loss of seed 0 by learning rate. Runs on more tokens take the best rate of 30,000. Variants that\n"
-    )
-    text += "are not here take the rate of another (`RATE_OF` in `recipes/pretrained/measure.py`).\n\n"
-    return text + markdown_table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
+    return RATES + markdown_table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
+
+
+RATES = """Validation loss of seed 0 by learning rate. More tokens take the best rate of the fewest. Variants that are not
+here take the rate of another (`RATE_OF` in `recipes/pretrained/measure.py`).
+
+"""
 
 
 def samples(runs: list[Run], folder: Path) -> str:
@@ -259,16 +261,18 @@ def encoder(runs: list[Run], folder: Path) -> str:
     result = json.loads(path.read_text())
     ways = {way: facts for way, facts in result.items() if isinstance(facts, dict) and "cosine" in facts}
     names = list(next(iter(ways.values())))
-    rows = [
-        [way, *("" if facts[name] is None else f"{facts[name]:g}" for name in names)] for way, facts in ways.items()
-    ]
+    cells = {
+        way: [f"{facts[name]:g}" if facts[name] is not None else "" for name in names] for way, facts in ways.items()
+    }
     counts = " and ".join(f"{count} of `{name}`" for name, count in result["sentences"].items())
-    text = f"all-MiniLM-L6-v2, all linear layers, by `recipes/pretrained/encoder.py`; sentences: {counts}, the first\n"
-    text += (
-        "to calibrate by, the second to compare the embeddings of the dense model and of the others. The model never\n"
-    )
-    text += "was quantized. Rounding is to the nearest, of weights alone.\n\n"
-    return text + markdown_table(["way", *names], rows)
+    return ENCODER.format(counts) + markdown_table(["way", *names], [[way, *found] for way, found in cells.items()])
+
+
+ENCODER = """all-MiniLM-L6-v2, all linear layers, by `recipes/pretrained/encoder.py`; sentences: {}, the first to calibrate
+by, the second to compare the embeddings of the dense model and of the others. The model never was quantized. Rounding
+is to the nearest, of weights alone.
+
+"""
 
 
 def sources(runs: list[Run], folder: Path) -> str:
@@ -282,16 +286,11 @@ def sources(runs: list[Run], folder: Path) -> str:
         size = sum(kind["bytes"] for kind in facts["sources"].values())
         rows.append([f"`{file}`", number(size), kinds])
     licences = [[name, facts.get("package", ""), facts["licence"]] for name, facts in found["sources"].items()]
-    text = (
-        "Texts are fetched from packages by their hashes, and not redistributed here. The dense model wrote chats and\n"
-    )
-    text += "`own`.\n\n"
-    return (
-        text
-        + markdown_table(["text", "bytes", "tokens"], rows)
-        + "\n\n"
-        + markdown_table(["source", "package", "licence"], licences)
-    )
+    texts = markdown_table(["text", "bytes", "tokens"], rows)
+    return f"{SOURCES}\n\n{texts}\n\n{markdown_table(['source', 'package', 'licence'], licences)}"
+
+
+SOURCES = "Texts are fetched from packages by their hashes. The dense model wrote chats and `own`."
 
 
 SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {

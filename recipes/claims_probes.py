@@ -1,10 +1,13 @@
-"""What runs of `claims.yaml` do with the model that they have trained, by `probe: descent` or `probe: unstructured`."""
+"""What runs of `claims.yaml` do with the model that they have trained: `probe` names a function of this file."""
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import text_data
+import tiny_tasks
 import torch
 import train
 from sparse24_kernels import nm_mask, transposable_mask
@@ -12,10 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Trainer
 
-from hf_sparse24 import Sparse24Controller, sparse_weights, unpatch_model
+from hf_sparse24 import Sparse24Config, Sparse24Controller, patch_model, sparse_weights, unpatch_model
+from hf_sparse24.run import patched_config
 
 Batch = dict[str, Tensor]
 PATTERNS = ("1:2", "2:4", "4:8", "8:16", "4:8 transposable")
+FINE_TUNING = (2.5e-4, 5e-4, 1e-3, 2e-3)
+"""Learning rates."""
 
 
 def batches(rows: Any, size: int, seed: int | None = None) -> Iterator[Batch]:
@@ -109,6 +115,24 @@ def _summary(points: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def trained(model: nn.Module, text: Iterator[Batch], rate: float, steps: int, masks: dict[str, Tensor]) -> nn.Module:
+    """A copy of a model after more steps of AdamW. Masks hold weights that no method holds."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    if sparse_weights(model):
+        Sparse24Controller(model, optimizer, steps, metrics_interval=steps)
+    for batch, _ in zip(text, range(steps)):
+        model(**batch).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        for name, mask in masks.items():
+            model.get_parameter(name).data.mul_(mask)
+    return model
+
+
 def unstructured(trainer: Trainer, seed: int, *, steps: int = 100) -> dict[str, Any]:
     """Prune half of the MLPs' weights unstructured, train, and go on to N:M: loss at once and after more training."""
     held_out = list(batches(trainer.eval_dataset, 58))
@@ -127,29 +151,40 @@ def unstructured(trainer: Trainer, seed: int, *, steps: int = 100) -> dict[str, 
             weight.mul_(masks[name])
         return model, masks
 
-    def trained(model: nn.Module, masks: dict[str, Tensor], seed: int) -> nn.Module:
-        model = copy.deepcopy(model).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-        for batch, _ in zip(text(seed), range(steps)):
-            model(**batch).loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            for name, mask in masks.items():
-                model.get_parameter(name).data.mul_(mask)
-        return model
+    def further(model: nn.Module, masks: dict[str, Tensor], seed: int) -> nn.Module:
+        return trained(model, text(seed), 1e-3, steps, masks)
 
-    sparse = trained(*pruned(trainer.model, "unstructured"), seed=2000 + seed)
+    sparse = further(*pruned(trainer.model, "unstructured"), seed=2000 + seed)
     masks = {name: sparse.get_parameter(name).data != 0 for name in names}
-    start, control = loss_of(sparse, held_out), loss_of(trained(sparse, masks, 3000 + seed), held_out)
+    start, control = loss_of(sparse, held_out), loss_of(further(sparse, masks, 3000 + seed), held_out)
     found = {}
     for kind in PATTERNS:
         model, masks = pruned(sparse, kind)
-        after = loss_of(trained(model, masks, 3000 + seed), held_out)
+        after = loss_of(further(model, masks, 3000 + seed), held_out)
         found[kind] = {"at once": loss_of(model, held_out) - start, "trained": after - control}
     return {"over unstructured": found}
 
 
-PROBES: dict[str, Callable[[Trainer, int], dict[str, Any]]] = {"descent": descent, "unstructured": unstructured}
+def fine_tuned(trainer: Trainer, seed: int, *, steps: int = 150) -> dict[str, Any]:
+    """Fine-tune on other text, sentences about functions, by the model's method and by others at several rates."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = tiny_tasks.prepare(folder) / "squad"
+        arguments = text_data.DataArguments(f"{text}/train.jsonl", validation_file=f"{text}/validation.jsonl")
+        arguments.text_column, arguments.block_size = "context", trainer.model.config.max_position_embeddings
+        training, validation = text_data.make_datasets(arguments, trainer.processing_class, seed)
+    held_out, own = list(batches(validation, 32)), patched_config(trainer.model).method
+    losses: dict[str, dict[float, float]] = {}
+    for method in ("s-ste", "ste", "sr-ste", "fixed-mask"):
+        model = trainer.model
+        if method != own:
+            model = unpatch_model(copy.deepcopy(model))
+            patch_model(model, Sparse24Config(method=method, target_modules="mlp"))
+        tuned = {rate: trained(model, batches(training, 8, seed), rate, steps, {}) for rate in FINE_TUNING}
+        losses[method] = {rate: loss_of(one, held_out) for rate, one in tuned.items()}
+    best = {method: min(found.values()) for method, found in losses.items()}
+    return {"losses": losses, f"over {own}": {method: loss - best[own] for method, loss in best.items()}}
+
+
+PROBES: dict[str, Callable[[Trainer, int], dict[str, Any]]] = {
+    probe.__name__: probe for probe in (descent, unstructured, fine_tuned)
+}
