@@ -10,12 +10,10 @@ from pathlib import Path
 
 import methods_page
 import methods_runs
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from sparse24_kernels import nm_prune
-from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, arrow, cells, matrix, picture
+from style import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, picture
 
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
 METHODS = ("s-ste", "t-sr-ste", "sr-ste", "step", "fixed-mask", "slope", "ste")
@@ -91,27 +89,6 @@ def _with_loss(variant: str) -> str:
     if not losses:
         return variant
     return f"{variant}: {statistics.mean(losses):.2f} [{min(losses):.2f}, {max(losses):.2f}]"
-
-
-@picture(
-    "hero",
-    "Top: an 8 x 8 weight matrix, dense and 2:4, where two of every four values in a row are blank. Bottom: training "
-    "loss of a small Llama, dense and s-ste, each at its best learning rate",
-    height=460,
-)
-def hero(figure: Figure) -> None:
-    top, bottom = figure.subplots(2, 1, height_ratios=[1.1, 1])
-    weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
-    cells(top, 19.5, 11.4, left=-0.2, top=-1.7)
-    for x, values, title in [(0, weight, "dense"), (10.1, nm_prune(weight), "2:4 sparse")]:
-        matrix(top, values.tolist(), 2.2, (x, 0))
-        top.text(x + 4.17, -0.45, title, ha="center", weight="bold", fontsize=14)
-    arrow(top, (8.6, 4), (9.85, 4), INK)
-    top.text(9.2, 9.1, "Of every four in a row, the two smaller become zero.", ha="center", va="center")
-    for variant, colour, line in [("dense", MUTED, "--"), ("s-ste", BLUE, "-")]:
-        draw_curve(bottom, best(variant), "loss", colour, _with_loss(variant), line)
-    bottom.set(xlabel="step", ylabel="training loss", title="Llama, each at its best rate", ylim=(None, 8))
-    _legend(bottom, title="validation loss", title_fontsize=12.5, alignment="left")
 
 
 @picture(

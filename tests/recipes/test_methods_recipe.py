@@ -164,7 +164,7 @@ def test_training_loss_over_dense_is_of_the_same_seed():
     assert training_gaps({}, dense) == []
 
 
-@pytest.mark.parametrize("name", ["hero", "methods", "rates", "curves", "flip-rate", "method-t-sr-ste"])
+@pytest.mark.parametrize("name", ["methods", "rates", "curves", "flip-rate", "method-t-sr-ste"])
 def test_figures_of_the_runs_that_there_are(name, tmp_path, monkeypatch):
     """The site's, too, are drawn from none, from some variants with some seeds, and from all."""
     shutil.copy(make.ROOT / "recipes/results/cpu_step_time.json", tmp_path)
