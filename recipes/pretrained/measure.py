@@ -15,10 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from evaluation import Evaluation, read_documents, samples
@@ -27,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import hf_sparse24_command
 from hf_sparse24 import DistillationConfig, Sparse24Config, Sparse24Trainer, export_model, oneshot, patch_model
 from hf_sparse24.progress import Progress
+from hf_sparse24.pruning import calibration, replay
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import methods.ast  # noqa: F401  registers a method outside the package
@@ -45,8 +48,9 @@ DOCUMENTS = 16
 PATTERNS = ("2:4", "16:32", "8:16", "6:8")
 """What `oneshot` prunes to."""
 
-RATES_TRIED = ["oneshot at 0.005", "oneshot at 0.02"]
-"""And by other learning rates than its default of 0.01."""
+APART = "oneshot, attention and MLP apart"
+OTHERS = [APART, "oneshot at 0.005", "oneshot at 0.02"]
+"""And by other parts than whole blocks, or other learning rates than its default of 0.01."""
 
 TOKENS = (30_000, 100_000, 300_000)
 RATES = (1.6e-3, 8e-4, 4e-4, 2e-4, 1e-4, 5e-5, 2.5e-5)
@@ -178,23 +182,24 @@ class Material:
         own = self.blocks("calibration_own", CALIBRATION_LENGTH, OWN) if with_own else []
         return self.blocks("calibration", CALIBRATION_LENGTH, CALIBRATION) + own
 
-    def pruned(self, with_own: bool = True, pattern: str = PATTERNS[0], **options: Any) -> Path:
+    def pruned(self, with_own: bool = True, pattern: str = PATTERNS[0], apart: bool = False, **options: Any) -> Path:
         """The folder of the model that `oneshot` prunes; made unless it is there, and what that cost is next to it.
 
         Args:
             with_own: whether the model's own text calibrates with the given one.
             pattern: that all linear layers get.
+            apart: whether attention and MLP are blocks of their own.
             options: of `oneshot`, where they differ from its defaults.
         """
         changed = [pattern.replace(":", "-")] * (pattern != PATTERNS[0]) + ["given"] * (not with_own)
-        changed += [f"{key}={value}" for key, value in options.items()]
+        changed += ["apart"] * apart + [f"{key}={value}" for key, value in options.items()]
         name = "-".join(["oneshot", *changed])
         path = self.folder / name
         if not (path / "cost.json").exists():
             model = self.load(self.source)
             batches = torch.tensor(self.calibration(with_own)).split(1)
             start = Cost()
-            with torch.autocast("cpu", torch.bfloat16):
+            with halves() if apart else nullcontext(), torch.autocast("cpu", torch.bfloat16):
                 config = Sparse24Config(method="fixed-mask", pattern=pattern, target_modules="all-linear")
                 report = oneshot(model, batches, config, **options)
             print(report, flush=True)
@@ -205,6 +210,21 @@ class Material:
     def evaluate(self, model: Any, with_samples: bool = True) -> dict[str, Any]:
         found = {name: corpus.run(model) for name, corpus in self.corpora.items()}
         return {"corpora": found} | ({"samples": samples(model, self.tokenizer)} if with_samples else {})
+
+
+@contextmanager
+def halves() -> Iterator[None]:
+    """Have `oneshot` reconstruct the attention and the MLP of a block each by itself (arXiv 2510.14444)."""
+    whole = replay._blocks
+
+    def parts(*args: Any) -> Iterator[tuple[Any, str]]:
+        for block, name in whole(*args):
+            found = [part for part in ("self_attn", "mlp") if hasattr(block, part)]
+            yield from [(block.get_submodule(part), f"{name}.{part}") for part in found] or [(block, name)]
+
+    part_of = patch.object(calibration, "_block_of", lambda model, name: ".".join(name.split(".")[:4]))
+    with patch.object(replay, "_blocks", parts), part_of:
+        yield
 
 
 class Cost:
@@ -297,7 +317,7 @@ def start_point(material: Material, name: str) -> dict[str, Any]:
     """The JSON of a model that nothing has trained: the dense one, or one that `oneshot` pruned."""
     options = {"learning_rate": float(name.split()[-1])} if " at " in name else {}
     pattern = next((pattern for pattern in PATTERNS if pattern in name), PATTERNS[0])
-    path = material.source if name == "dense" else material.pruned(pattern=pattern, **options)
+    path = material.source if name == "dense" else material.pruned(pattern=pattern, apart=name == APART, **options)
     cost = {} if name == "dense" else json.loads((path / "cost.json").read_text())
     found = {"variant": name, "tokens": 0, "learning_rate": 0.0, "seed": 0, "verified": None, "cost": cost}
     return found | material.evaluate(material.load(path)) | made_by()
@@ -361,7 +381,7 @@ def main(argv: list[str] | None = None) -> None:
     with Progress("runs", None, "run", partial(print, flush=True)) as progress:
         pruned = {VARIANTS[name].pruned for name in args.only}
         starts = [f"oneshot {pattern}".removesuffix(f" {PATTERNS[0]}") for pattern in args.patterns]
-        for name in ["dense"] * (False in pruned) + (starts + RATES_TRIED) * (True in pruned):
+        for name in ["dense"] * (False in pruned) + (starts + OTHERS) * (True in pruned):
             if not any(run["variant"] == name and run["tokens"] == 0 for run in read_runs(args.results)):
                 save(args.results, start_point(material, name))
         while True:
