@@ -20,7 +20,7 @@ from hf_sparse24.run import patched_config
 
 Batch = dict[str, Tensor]
 PATTERNS = ("1:2", "2:4", "4:8", "8:16", "4:8 transposable")
-FINE_TUNING = (2.5e-4, 5e-4, 1e-3, 2e-3)
+FINE_TUNING = (1e-3, 2e-3, 4e-3, 8e-3)
 """Learning rates."""
 
 
@@ -174,7 +174,7 @@ def fine_tuned(trainer: Trainer, seed: int, *, steps: int = 150) -> dict[str, An
         training, validation = text_data.make_datasets(arguments, trainer.processing_class, seed)
     held_out, own = list(batches(validation, 32)), patched_config(trainer.model).method
     losses: dict[str, dict[float, float]] = {}
-    for method in ("s-ste", "ste", "sr-ste", "fixed-mask"):
+    for method in ("s-ste", "ste", "fixed-mask"):
         model = trainer.model
         if method != own:
             model = unpatch_model(copy.deepcopy(model))

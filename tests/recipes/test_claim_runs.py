@@ -31,14 +31,12 @@ def test_every_row_has_a_number_and_either_a_statistic_or_a_verdict():
     ("rule", "differences", "forked", "verdict"),
     [
         (ordered, [0.03], False, NOT_SEEN),  # one seed of runs that differ by 0.02
-        (ordered, [0.01, 0.002], False, NOT_SEEN),
         (ordered, [0.01, 0.008], True, SEEN),
         (ordered, [-0.05, -0.03], False, CONTRADICTED),
         (ordered, [0.001, -0.001], True, NO_EFFECT),
         (ordered, [0.02, -0.02] * 4, False, NOT_SEEN),  # eight seeds: their own spread
         (ordered, [0.004, -0.004] * 4, False, NO_EFFECT),
         (cheap, [-0.03], False, SEEN),
-        (cheap, [0.01, 0.012], True, SEEN),
         (cheap, [0.07, 0.05], False, CONTRADICTED),
         (cheap, [0.012, 0.008] * 4, False, SEEN),
     ],
@@ -59,7 +57,6 @@ def test_a_changed_file_changes_the_verdict(tmp_path):
 
     precision = "±0.040; 0.02 would look like -0.020 to +0.060"
     assert judged("mvue", "greedy", "lower") == ("over it +0.100, 1 seed", precision, SEEN)
-    assert judged("greedy", "mvue", "lower") == ("over it -0.100, 1 seed", precision, CONTRADICTED)
     assert judged("mvue", "greedy", "cheap", taken="each", of=[0])[-1] == CONTRADICTED
     with pytest.raises(FileNotFoundError, match="claims/dense"):
         judged("dense", "mvue", "lower")
@@ -123,6 +120,9 @@ def test_what_a_run_has_besides_its_training(tmp_path, monkeypatch):
     assert abs(probes["s-ste"]["gain of flips"]) < abs(probes["ste"]["gain of flips"]) / 2, "it is continuous"
     found = run("unstructured", probe="unstructured")["probe"]["over unstructured"]
     assert found["2:4"]["at once"] > found["8:16"]["at once"]
+    monkeypatch.setitem(claims.PROBES, "fine_tuned", partial(claims.PROBES["fine_tuned"], steps=2))
+    losses = run("fine-tuned", method="s-ste", probe="fine_tuned")["probe"]["losses"]
+    assert losses["s-ste"][8e-3] < losses["s-ste"][1e-3] != losses["fixed-mask"][1e-3]
 
 
 @pytest.mark.slow
