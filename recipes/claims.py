@@ -22,6 +22,7 @@ import compare_methods
 import stdlib_text
 import torch
 import yaml
+from arguments import UsageError
 from claims_probes import PROBES
 from running import run as run_script
 from safetensors.torch import load_file, save_file
@@ -92,13 +93,13 @@ def best_factor(name: str, run: Run, results: Path) -> float:
     """The factor of the lowest loss in a run's search; 1 for a run without one.
 
     Raises:
-        FileNotFoundError: the search is not finished.
+        UsageError: the search is not finished.
     """
-    name, run = (run.factors_of, _find(run.factors_of)) if run.factors_of else (name, run)
-    losses = {
-        factor: json.loads((results / f"{name}-x{factor:g}-seed{SEARCHED}.json").read_text())["eval_loss"]
-        for factor in run.factors
-    }
+    source, searched = (run.factors_of, _find(run.factors_of)) if run.factors_of else (name, run)
+    files = {factor: results / f"{source}-x{factor:g}-seed{SEARCHED}.json" for factor in searched.factors}
+    if missing := [file.stem for file in files.values() if not file.exists()]:
+        raise UsageError(f"{name}: its learning rate is not searched; first run --only {' '.join(missing)}")
+    losses = {factor: json.loads(file.read_text())["eval_loss"] for factor, file in files.items()}
     return min(losses, key=losses.__getitem__) if losses else 1.0
 
 

@@ -86,7 +86,7 @@ def test_a_run_that_has_its_file_is_not_repeated(tmp_path, made):
 
 def test_other_seeds_take_the_best_of_the_search(tmp_path, made):
     names = ["fork-transposable-1-2-seed0", "fork-transposable-2-4-seed0"]
-    with pytest.raises(FileNotFoundError, match=r"fork-transposable-2-4-x0\.63-seed9"):
+    with pytest.raises(claims.UsageError, match=r"fork-transposable-2-4: .* fork-transposable-2-4-x0\.63-seed9 "):
         claims.main(["--only", *names, "--results", str(tmp_path)])
     search = [f"fork-transposable-2-4-x{factor}-seed9" for factor in ("0.63", "1", "1.6")]
     claims.main(["--only", *search, *names, "--results", str(tmp_path)])
