@@ -182,7 +182,7 @@ def judged(claim: Claim, results: Results) -> tuple[str, str, str]:
     finding = claim.finding.format(*map(shown, found), *(shown(each, ".3g") for each in values))
     if claim.verdict:
         return finding, "", claim.verdict
-    deciding = [found[place] for place in claim.of or range(len(found))]
+    deciding = [(found + values)[place] for place in claim.of or range(len(found))]
     if claim.taken == "pooled":
         deciding = [[value for part in deciding for value in part]]
     errors = [margin(part, claim.forked) for part in deciding]

@@ -233,8 +233,8 @@ def rates(runs: list[Run], folder: Path) -> str:
     return RATES + markdown_table(["variant", "tokens", *(f"{rate:g}" for rate in columns)], rows)
 
 
-RATES = """Validation loss of seed 0 by learning rate. More tokens take the best rate of the fewest. Variants that are not
-here take the rate of another (`RATE_OF` in `recipes/pretrained/measure.py`).
+RATES = """Validation loss of seed 0 by learning rate. More tokens take the best rate of the fewest. Variants that are
+not here take the rate of another (`RATE_OF` in `recipes/pretrained/measure.py`).
 
 """
 
@@ -268,9 +268,9 @@ def encoder(runs: list[Run], folder: Path) -> str:
     return ENCODER.format(counts) + markdown_table(["way", *names], [[way, *found] for way, found in cells.items()])
 
 
-ENCODER = """all-MiniLM-L6-v2, all linear layers, by `recipes/pretrained/encoder.py`; sentences: {}, the first to calibrate
-by, the second to compare the embeddings of the dense model and of the others. The model never was quantized. Rounding
-is to the nearest, of weights alone.
+ENCODER = """all-MiniLM-L6-v2, all linear layers, by `recipes/pretrained/encoder.py`; sentences: {}, the first to
+calibrate by, the second to compare the embeddings of the dense model and of the others. The model never was quantized.
+Rounding is to the nearest, of weights alone.
 
 """
 
