@@ -44,6 +44,8 @@ SHORT = {"validation": "validation", "validation_chat": "chat", "unseen_wikipedi
 SHORT |= {"unseen_documentation": "CMake's manual"}
 OVER_DENSE = [f"{name}, x dense" for name in SHORT.values()]
 DRAWS = 1000
+AS_LONG = "trained as long as oneshot"
+"""What the names of variants end in that train on the text to prune by."""
 
 
 def page(folder: Path) -> str:
@@ -65,7 +67,7 @@ def page(folder: Path) -> str:
 
 def decision(runs: list[Run], folder: Path) -> str:
     rows = []
-    for tokens in sorted({run["tokens"] for run in runs}):
+    for tokens in sorted({run["tokens"] for run in runs if run["variant"] == "dense"}):
         for pattern, start in {"2:4": "oneshot", "16:32": "oneshot 16:32"}.items():
             found = [
                 run for run in at(runs, tokens) if run["seed"] == 0 and (run["verified"] or run["variant"] == start)
@@ -146,15 +148,15 @@ PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../p
 
 def by_time(runs: list[Run], folder: Path) -> str:
     """What starts from the dense model, by CPU time; of several learning rates the best."""
-    kinds = (" from dense", "sparsegpt, trained")
+    kinds = (" from dense", AS_LONG)
     found = [run for run in runs if run["variant"] in CALIBRATED or any(kind in run["variant"] for kind in kinds)]
     found = [run for run in found if run is best_rate(runs, run["variant"], run["tokens"], run["seed"])]
     found.sort(key=lambda run: run["cost"]["cpu_s"])
-    rows = [
-        [f"`{run['variant']}`", number(run["tokens"]), quality(run)[2], f"{perplexity(run, 'validation'):.1f}"]
-        for run in found
-    ]
-    return markdown_table(["from the dense model", "tokens trained on", "CPU s", "validation, perplexity"], rows)
+    rows = []
+    for run in found:
+        levels = (f"{perplexity(run, name):.1f}" for name in SHORT)
+        rows.append([f"`{run['variant']}`", number(run["tokens"]), quality(run)[2], *levels])
+    return markdown_table(["from the dense model", "tokens trained on", "CPU s", *SHORT.values()], rows)
 
 
 def by_tokens(runs: list[Run], folder: Path) -> str:
@@ -346,8 +348,11 @@ def bits_per_byte(run: Run, corpus: str) -> float:
 
 
 def over_dense(runs: list[Run], run: Run, corpus: str) -> str:
-    """The ratio of perplexities to the dense control's of as many tokens, with its range over documents."""
-    control = best_rate(runs, "dense", run["tokens"])
+    """The ratio of perplexities to the dense control's of as many tokens, with its range over documents.
+
+    Where training has only the text to prune by, the control is not trained, as for `oneshot`.
+    """
+    control = best_rate(runs, "dense", 0 if AS_LONG in run["variant"] else run["tokens"])
     if control is None:
         return ""
     return "1" if control is run else ratio(run, control, corpus)
