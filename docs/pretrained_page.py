@@ -30,7 +30,8 @@ NOTES = """## How to read the tables
   range over documents, resampled 1,000 times, with the same documents for both models.
 - KL is the divergence from the predictions of the dense model before any training, in nats per token. Agreement is how
   often both models find the same token most likely.
-- `sparsegpt, trained as long as oneshot`: the dense model teaches it, in three passes over what `oneshot` prunes by.
+- `sparsegpt, trained as long as oneshot`: the dense model teaches it, in passes over what `oneshot` prunes by, three in
+  the end. Dense is not trained there. The machine had half the speed of that of `oneshot`'s row.
 - CPU seconds are of one thread on a shared machine. llm-compressor and ModelOpt ran in fp32, all else under bf16
   autocast, which takes less. Peak memory of ours includes the dense model and the teacher; theirs ran alone."""
 
@@ -348,10 +349,8 @@ def bits_per_byte(run: Run, corpus: str) -> float:
 
 
 def over_dense(runs: list[Run], run: Run, corpus: str) -> str:
-    """The ratio of perplexities to the dense control's of as many tokens, with its range over documents.
-
-    Where training has only the text to prune by, the control is not trained, as for `oneshot`.
-    """
+    """The ratio of perplexities to the dense control's of as many tokens, with its range over documents. What trains on
+    the text to prune by has the control of `oneshot`, which is not trained."""
     control = best_rate(runs, "dense", 0 if AS_LONG in run["variant"] else run["tokens"])
     if control is None:
         return ""
