@@ -289,11 +289,9 @@ def sources(runs: list[Run], folder: Path) -> str:
         size = sum(kind["bytes"] for kind in facts["sources"].values())
         rows.append([f"`{file}`", number(size), kinds])
     licences = [[name, facts.get("package", ""), facts["licence"]] for name, facts in found["sources"].items()]
+    text = "Texts come from packages by their hashes, and are not redistributed. The dense model wrote chats and `own`."
     texts = markdown_table(["text", "bytes", "tokens"], rows)
-    return f"{SOURCES}\n\n{texts}\n\n{markdown_table(['source', 'package', 'licence'], licences)}"
-
-
-SOURCES = "Texts are fetched from packages by their hashes. The dense model wrote chats and `own`."
+    return f"{text}\n\n{texts}\n\n{markdown_table(['source', 'package', 'licence'], licences)}"
 
 
 SECTIONS: dict[str, Callable[[list[Run], Path], str]] = {

@@ -168,19 +168,19 @@ def unstructured(trainer: Trainer, seed: int, *, steps: int = 100) -> dict[str, 
 def fine_tuned(trainer: Trainer, seed: int, *, steps: int = 150) -> dict[str, Any]:
     """Fine-tune on other text, sentences about functions, by the model's method and by others at several rates."""
     with tempfile.TemporaryDirectory() as folder:
-        text = tiny_tasks.prepare(folder) / "squad"
-        arguments = text_data.DataArguments(f"{text}/train.jsonl", validation_file=f"{text}/validation.jsonl")
+        files = tiny_tasks.prepare(folder) / "squad"
+        arguments = text_data.DataArguments(f"{files}/train.jsonl", validation_file=f"{files}/validation.jsonl")
         arguments.text_column, arguments.block_size = "context", trainer.model.config.max_position_embeddings
         training, validation = text_data.make_datasets(arguments, trainer.processing_class, seed)
     held_out, own = list(batches(validation, 32)), patched_config(trainer.model).method
+    text = partial(batches, training, 8, seed)
     losses: dict[str, dict[float, float]] = {}
     for method in ("s-ste", "ste", "fixed-mask"):
         model = trainer.model
         if method != own:
             model = unpatch_model(copy.deepcopy(model))
             patch_model(model, Sparse24Config(method=method, target_modules="mlp"))
-        tuned = {rate: trained(model, batches(training, 8, seed), rate, steps, {}) for rate in FINE_TUNING}
-        losses[method] = {rate: loss_of(one, held_out) for rate, one in tuned.items()}
+        losses[method] = {rate: loss_of(trained(model, text(), rate, steps, {}), held_out) for rate in FINE_TUNING}
     best = {method: min(found.values()) for method, found in losses.items()}
     return {"losses": losses, f"over {own}": {method: loss - best[own] for method, loss in best.items()}}
 

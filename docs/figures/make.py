@@ -1,7 +1,7 @@
 """Draw every figure of the README and the site: `make figures`, into docs/images.
 
 python docs/figures/make.py             # all of them; files that are neither theirs nor frozen are removed
-python docs/figures/make.py methods mvue   # these
+python docs/figures/make.py rates mvue  # these
 """
 
 import argparse

@@ -26,11 +26,7 @@ from hf_sparse24.metrics import is_nm_sparse
 from hf_sparse24.run import set_phase, sparse_run
 
 peft = pytest.importorskip("peft")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
-    pytest.mark.filterwarnings("ignore:Unable to fetch remote file"),  # PEFT looks for the base's vocabulary
-    pytest.mark.filterwarnings("ignore:Could not find a config file"),
-]
+pytestmark = lora_models.EXPECTED_WARNINGS
 
 METHODS = ["s-ste", "t-sr-ste", "step", "own"]
 TARGETS = lora_models.TARGETS["llama"]

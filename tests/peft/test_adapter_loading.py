@@ -17,11 +17,7 @@ from hf_sparse24 import Sparse24Callback, Sparse24Config, export_model, patch_mo
 from hf_sparse24.run import set_phase, sparse_run
 
 peft = pytest.importorskip("peft")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
-    pytest.mark.filterwarnings("ignore:Unable to fetch remote file"),  # PEFT looks for the base's vocabulary
-    pytest.mark.filterwarnings("ignore:Could not find a config file"),
-]
+pytestmark = lora_models.EXPECTED_WARNINGS
 
 lora = partial(lora_models.lora, task_type="CAUSAL_LM")
 load = AutoModelForCausalLM.from_pretrained

@@ -31,12 +31,14 @@ def test_every_row_has_a_number_and_either_a_statistic_or_a_verdict():
     ("rule", "differences", "forked", "verdict"),
     [
         (ordered, [0.03], False, NOT_SEEN),  # one seed of runs that differ by 0.02
+        (ordered, [0.01, 0.002], False, NOT_SEEN),
         (ordered, [0.01, 0.008], True, SEEN),
         (ordered, [-0.05, -0.03], False, CONTRADICTED),
         (ordered, [0.001, -0.001], True, NO_EFFECT),
         (ordered, [0.02, -0.02] * 4, False, NOT_SEEN),  # eight seeds: their own spread
         (ordered, [0.004, -0.004] * 4, False, NO_EFFECT),
         (cheap, [-0.03], False, SEEN),
+        (cheap, [0.01, 0.012], True, SEEN),
         (cheap, [0.07, 0.05], False, CONTRADICTED),
         (cheap, [0.012, 0.008] * 4, False, SEEN),
     ],
@@ -57,6 +59,7 @@ def test_a_changed_file_changes_the_verdict(tmp_path):
 
     precision = "±0.040; 0.02 would look like -0.020 to +0.060"
     assert judged("mvue", "greedy", "lower") == ("over it +0.100, 1 seed", precision, SEEN)
+    assert judged("greedy", "mvue", "lower") == ("over it -0.100, 1 seed", precision, CONTRADICTED)
     assert judged("mvue", "greedy", "cheap", taken="each", of=[0])[-1] == CONTRADICTED
     with pytest.raises(FileNotFoundError, match="claims/dense"):
         judged("dense", "mvue", "lower")

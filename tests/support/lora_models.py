@@ -10,6 +10,11 @@ from torch import nn
 peft = pytest.importorskip("peft")
 
 TARGETS = {"llama": ["up_proj", "down_proj"], "gpt2": ["c_fc", "mlp.c_proj"]}
+EXPECTED_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
+    pytest.mark.filterwarnings("ignore:Unable to fetch remote file"),  # PEFT looks for the base's vocabulary
+    pytest.mark.filterwarnings("ignore:Could not find a config file"),
+]
 ONE_BLOCK = {"llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}
 
 
