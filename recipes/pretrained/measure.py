@@ -50,7 +50,7 @@ PATTERNS = ("2:4", "16:32", "8:16", "6:8")
 
 APART = "oneshot, attention and MLP apart"
 OTHERS = [APART, "oneshot at 0.005", "oneshot at 0.02"]
-"""And by other parts than whole blocks, or other learning rates than its default of 0.01."""
+"""And by other parts than whole blocks, or other learning rates than its default of 0.01, where all variants run."""
 
 TOKENS = (30_000, 100_000, 300_000)
 RATES = (1.6e-3, 8e-4, 4e-4, 2e-4, 1e-4, 5e-5, 2.5e-5)
@@ -381,7 +381,8 @@ def main(argv: list[str] | None = None) -> None:
     with Progress("runs", None, "run", partial(print, flush=True)) as progress:
         pruned = {VARIANTS[name].pruned for name in args.only}
         starts = [f"oneshot {pattern}".removesuffix(f" {PATTERNS[0]}") for pattern in args.patterns]
-        for name in ["dense"] * (False in pruned) + (starts + OTHERS) * (True in pruned):
+        starts += OTHERS * (args.only == list(VARIANTS))  # half an hour each, and no variant starts from them
+        for name in ["dense"] * (False in pruned) + starts * (True in pruned):
             if not any(run["variant"] == name and run["tokens"] == 0 for run in read_runs(args.results)):
                 save(args.results, start_point(material, name))
         while True:
