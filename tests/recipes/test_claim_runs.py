@@ -9,7 +9,7 @@ import pytest
 from claims_page import CONTRADICTED, ELSEWHERE, NO_EFFECT, NOT_SEEN, SEEN, VERDICTS, Claim, Results, cheap, ordered
 from paths import ROOT
 
-from recipes import claims, stdlib_text  # not tests/support/claims.py
+from recipes import claims, stdlib_text
 from recipes.claims import Run
 
 COMMITTED = ROOT / "recipes" / "results"

@@ -1,12 +1,12 @@
-"""Figures on the README and the guides equal the committed results, and every one has a source; see claims.py."""
+"""Figures on the README and the guides equal the committed results, and every one has a source; see stated.py."""
 
 import json
 import re
 import shutil
 
-import claims
 import pages
 import pytest
+import stated
 from paths import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
@@ -22,13 +22,13 @@ def missing(page: str, figures: dict[str, float]) -> list[str]:
     """What the page should state, and does not."""
     text = plain(pages.PAGES[page])
     return [
-        said for said in (plain(each.format(**figures)) for each in claims.STATED.get(page, [])) if said not in text
+        said for said in (plain(each.format(**figures)) for each in stated.STATED.get(page, [])) if said not in text
     ]
 
 
-@pytest.mark.parametrize("page", claims.STATED)
+@pytest.mark.parametrize("page", stated.STATED)
 def test_stated_figures_equal_the_results(page):
-    assert not missing(page, claims.figures(RESULTS)), f"{page} lacks these; correct the page, or claims.py"
+    assert not missing(page, stated.figures(RESULTS)), f"{page} lacks these; correct the page, or stated.py"
 
 
 UNITS = r"%|times|nats|ms\b|us\b|[GMk]B\b|CPU s|seconds|tokens (?:per|a) second"
@@ -42,13 +42,13 @@ ARXIV = r"\b\d{4}\.\d{4,5}\b"
 @pytest.mark.parametrize("page", GUIDES)
 def test_every_figure_has_a_source(page):
     """What looks measured is in `STATED` or `FIXED`. Code, links and versions do not count."""
-    figures = claims.figures(RESULTS)
+    figures = stated.figures(RESULTS)
     text = plain(re.sub(r"```.*?```|\$\$.*?\$\$", " ", pages.PAGES[page], flags=re.DOTALL))
-    for said in [each.format(**figures) for each in claims.STATED.get(page, [])] + claims.FIXED:
+    for said in [each.format(**figures) for each in stated.STATED.get(page, [])] + stated.FIXED:
         text = text.replace(plain(said), " ")
     text = re.sub(rf"`[^`]+`|\]\([^)]*\)|{VERSION}|{ARXIV}", " ", text)
     found = [text[max(each.start() - 60, 0) : each.end() + 30] for each in MEASURED.finditer(text)]
-    assert not found, f"{page}: no source in tests/support/claims.py"
+    assert not found, f"{page}: no source in tests/support/stated.py"
 
 
 def test_a_changed_result_is_noticed(tmp_path):
@@ -58,5 +58,5 @@ def test_a_changed_result_is_noticed(tmp_path):
     run = json.loads(path.read_text())
     run["corpora"]["validation"]["nats"][0] *= 1.05
     path.write_text(json.dumps(run))
-    lacking = missing("README.md", claims.figures(copy))
+    lacking = missing("README.md", stated.figures(copy))
     assert len(lacking) == 3
