@@ -26,6 +26,8 @@ python recipes/scaling/scaling.py
 - Each method has its learning rate from [Methods side by side](methods.md), times 64 / width.
 - A range in brackets is over the seeds: up to three. A cell without one is one seed."""
 
+HALF = "dense half"
+
 PUBLISHED = """## Published gaps
 
 S-STE (arXiv 2409.09099, Table 6) and T-SR-STE (2404.01847) report GPT-2 of 124M to 774M parameters. We could not
@@ -56,14 +58,14 @@ def sizes(runs: list[Run]) -> dict[str, int]:
 
 def variants(runs: list[Run]) -> list[str]:
     """Those next to dense, in the order of the recipe."""
-    order = ["s-ste", "s-ste 16:32", "sr-ste", "t-sr-ste", "dense half"]
+    order = ["s-ste", "s-ste 16:32", "sr-ste", "t-sr-ste", HALF]
     return [name for name in order if any(run["variant"] == name for run in runs)]
 
 
-def gaps(runs: list[Run], size: str, variant: str) -> list[float]:
-    """Loss over the dense model's of the same seed and dtype, where there is one."""
-    dense = losses(runs, size, "dense")
-    return [loss - dense[pair] for pair, loss in losses(runs, size, variant).items() if pair in dense]
+def gaps(runs: list[Run], size: str, variant: str, control: str = "dense") -> list[float]:
+    """Loss over the control's of the same seed and dtype, where there is one."""
+    others = losses(runs, size, control)
+    return [loss - others[pair] for pair, loss in losses(runs, size, variant).items() if pair in others]
 
 
 def dense_equivalent(runs: list[Run], size: str, variant: str) -> float | None:
@@ -84,7 +86,7 @@ def page(folder: Path) -> str:
     runs = read(folder)
     names = variants(runs)
     picture = "The gap to dense training in nats and in percent, by the number of parameters, of each method"
-    absolute, percent, equal = [], [], []
+    absolute, percent, equal, halves = [], [], [], []
     for size, count in sizes(runs).items():
         dense = losses(runs, size, "dense")
         tokens = next(run["tokens"] for run in runs if run["size"] == size)
@@ -95,6 +97,7 @@ def page(folder: Path) -> str:
         percent.append([label, *(f"{100 * fmean(each) / mean:.1f}%" if each else "" for each in found.values())])
         ratios = [dense_equivalent(runs, size, name) if found[name] else None for name in names]
         equal.append([label, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+        halves.append([label, *(ranged(gaps(runs, size, name, HALF)) for name in names if name != HALF)])
     parts = [
         INTRO,
         f"![{picture}](../images/scaling.svg)",
@@ -108,6 +111,9 @@ def page(folder: Path) -> str:
             "the loss is taken as linear in the logarithm of the parameters:",
             markdown_table(["parameters", *names], equal),
         ]
+    if any(cell for row in halves for cell in row[1:]):
+        over = [f"{name}, nats" for name in names if name != HALF]
+        parts += ["## At equal non-zeros", SMALLER, markdown_table(["parameters", *over], halves)]
     versions, device = runs[0]["versions"], runs[0]["device"]
     fp32 = [f"{run['size']} {run['variant']} seed {run['seed']}" for run in runs if run["dtype"] == "fp32"]
     exact = f"; in fp32: {', '.join(dict.fromkeys(fp32))}" if fp32 else ""
@@ -115,22 +121,15 @@ def page(folder: Path) -> str:
     return "\n\n".join([*parts, READING, rates(runs), PUBLISHED, sources(folder), made]) + "\n"
 
 
+SMALLER = f"""Loss over `{HALF}`, seed by seed: below zero where 2:4 is better than a smaller dense model. Pairs differ
+by 0.02 nats or more, and the smaller model's learning rate was not searched: 2:4 is not clearly better."""
+
 READING = """## What it allows to expect
 
-Nothing about 1B parameters. In nats the gap is 0.035, 0.040 and 0.021 for `s-ste`, 0.046, 0.058 and 0.027 for
-`t-sr-ste`, in the mean; at 3M each has one seed. At 0.46M the three seeds of `s-ste` are 0.086 apart, so only the step
-to 3M hints at a smaller gap. In the parameters of an equally good dense model it does not close: 0.94 at 1.6M and 0.93
-at 3M for `s-ste`, 0.92 at both for `t-sr-ste`.
-
-**At equal non-zeros** (`dense half`), 2:4 is not clearly better than a smaller dense model. Seed by seed, `s-ste` ends
-0.012 below it at 0.46M (from -0.041 to +0.030, three seeds) and 0.018 below at 1.6M, one seed; `t-sr-ste` 0.001 below
-at 0.46M. Pairs differ by 0.02 or more, and the smaller model's learning rate was not searched.
-
-On equal seeds 16:32 has a smaller gap than 2:4: 0.046 against 0.082, then 0.039 against 0.042. 16:32 and `sr-ste` at
-3M, and runs of 5.5M parameters, have not been made: the command above makes them.
-
-At 1.6 times the rule's learning rate dense and `s-ste` both end higher (the table below), and the gap is 0.032 instead
-of 0.042. So the rule's rate is not too low, and a gap may move by 0.01 nats with the rate. No lower rate was tried."""
+Nothing about 1B parameters. In nats only the step to 3M, one seed, hints at a smaller gap. In the parameters of an
+equally good dense model the gap does not close. Cells of different seeds cannot be compared: on equal seeds 16:32 has a
+smaller gap than 2:4. 16:32 and `sr-ste` at 3M, and runs of 5.5M parameters, have not been made: the command above makes
+them."""
 
 
 def ranged(values: list[float]) -> str:
@@ -152,7 +151,7 @@ def rates(runs: list[Run]) -> str:
         [run["size"], run["variant"], f"{run['learning_rate']:g}", f"{run['factor']:g}", f"{change:+.3f}"]
         for run, change in zip(tried, changes)
     ]
-    text += "Loss at another learning rate, over that at the rule's, same seed:\n\n"
+    text += "Loss at another learning rate, over that at the rule's, same seed. No lower rate was tried.\n\n"
     return text + markdown_table(["size", "variant", "learning rate", "times the rule's", "nats"], rows)
 
 
