@@ -78,7 +78,7 @@ def decision(runs: list[Run], folder: Path) -> str:
                 best = min(found, key=lambda run: loss(run, "validation"))
                 rows.append([number(tokens), pattern, f"`{best['variant']}`", *all_over_dense(runs, best)])
     table = markdown_table(["tokens", "pattern", "best on validation", *OVER_DENSE], rows)
-    return f"The best of what was tried with seed 0, by the number of training tokens:\n\n{table}"
+    return f"What ended lowest on validation with seed 0, by training tokens; it was chosen by that column:\n\n{table}"
 
 
 def recovery(runs: list[Run], folder: Path) -> str:
@@ -140,11 +140,11 @@ def one_shot(runs: list[Run], folder: Path) -> str:
 
 BLOCK_TRAINED = """`oneshot` prunes with SparseGPT, and then trains each block to match the dense one. The dense model
 wrote 73,728 of its tokens, in 520 CPU seconds that are not in the table; `own text` calibrated with the same 98,304
-tokens. SparseGPT alone equals llm-compressor's within the ranges. `oneshot` leaves this share of SparseGPT's gap
-to dense, in log-perplexity:"""
+tokens. SparseGPT alone is 0.97 to 1.06 times llm-compressor's, by corpus. `oneshot` leaves this share of
+SparseGPT's gap to dense, in log-perplexity:"""
 
-PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../packed_format.md) and decode as fast
-[on a CPU](cpu.md); sparse tensor cores multiply neither. 6:8 takes 13/16 of the dense bytes."""
+PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../packed_format.md) and decode [0.8 to
+1.1 times as fast](frontier.md) on a CPU; sparse tensor cores multiply neither. 6:8 takes 13/16 of the dense bytes."""
 
 
 def by_time(runs: list[Run], folder: Path) -> str:
@@ -157,7 +157,8 @@ def by_time(runs: list[Run], folder: Path) -> str:
     for run in found:
         levels = (f"{perplexity(run, name):.1f}" for name in SHORT)
         rows.append([f"`{run['variant']}`", number(run["tokens"]), quality(run)[2], *levels])
-    return markdown_table(["from the dense model", "tokens trained on", "CPU s", *SHORT.values()], rows)
+    text = "Some machines had half the speed of others: compare CPU seconds no closer than that.\n\n"
+    return text + markdown_table(["from the dense model", "tokens trained on", "CPU s", *SHORT.values()], rows)
 
 
 def by_tokens(runs: list[Run], folder: Path) -> str:

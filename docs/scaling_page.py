@@ -127,9 +127,9 @@ by 0.02 nats or more, and the smaller model's learning rate was not searched: 2:
 READING = """## What it allows to expect
 
 Nothing about 1B parameters. In nats only the step to 3M, one seed, hints at a smaller gap. In the parameters of an
-equally good dense model the gap does not close. Cells of different seeds cannot be compared: on equal seeds 16:32 has a
-smaller gap than 2:4. 16:32 and `sr-ste` at 3M, and runs of 5.5M parameters, have not been made: the command above makes
-them."""
+equally good dense model, which has fewer tokens too, the gap does not close. Cells of different seeds cannot be
+compared: on equal seeds 16:32 has a smaller gap than 2:4. 16:32 and `sr-ste` at 3M, and runs of 5.5M parameters, have
+not been made: the command above makes them."""
 
 
 def ranged(values: list[float]) -> str:

@@ -99,8 +99,9 @@ def _decoding(results: Path) -> dict[str, float]:
         rows = frontier_page.read(results / "frontier", name)
         speeds = {short: -frontier_page.AXES["speed, two threads"](rows[row]) for short, row in WAYS.items()}
         found |= {f"{model}_{short}": speed for short, speed in speeds.items()}
-        packed, f16 = (rows[WAYS[short]]["speed"]["2"]["over dense bf16"][1] for short in ("packed", "F16"))
-        found |= {f"{model}_packed_x_dense": packed, f"{model}_packed_x_F16": packed / f16, f"{model}_F16_x_dense": f16}
+        for short in ("packed", "F16"):
+            found[f"{model}_{short}_x_dense"] = rows[WAYS[short]]["speed"]["2"]["over dense bf16"][1]
+        found[f"{model}_packed_x_F16"] = speeds["packed"] / speeds["F16"]
         if model == "small":
             for short, row in WAYS.items():
                 found[f"{short}_x"] = float(frontier_page.perplexity(rows, rows[row], "validation"))
@@ -274,7 +275,7 @@ STATED: dict[str, list[str]] = {
     "docs/faq.md": [FASTER, STEPS, GEMM],
     "docs/start/does_it_help.md": [
         "| {all_layers:.2f} | all linear layers, where two of three GEMMs are sparse (`s-ste`)",
-        "| 3 / (2 / {gemm:.1f} + 1); {gemm:.1f} is",
+        "| 3 / (2 / {gemm:.2f} + 1); {gemm:.2f} is",
         "GEMMs of Llama 8B's MLPs are {gemm:.1f} times as fast, and a step of the Trainer was {gpu_step_low:.2f} to "
         "{gpu_step_high:.2f} times as fast as dense",
         FASTER,
