@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [path for path in (str(ROOT / "recipes"),) if path not in sys.path]
 
 import methods_runs
-from methods_runs import gaps
 from scipy.stats import t as student
 
 from hf_sparse24.tables import markdown_table
@@ -30,19 +29,10 @@ LIMIT = 0.02
 """Nats. What costs no more costs little."""
 NULL = 0.01
 """Nats. An effect whose interval lies within this of zero is none."""
-SPREAD, FORKED = 0.020, 0.002
-"""Standard deviation of the difference of two runs of 4.1M tokens from scratch (45 contrasts of three seeds in
-results/methods), and of two that are one dense training up to a step. They stand in for that of a few seeds."""
-ENOUGH = 8
-"""Seeds from which on their own standard deviation counts."""
 
-SEEN, NO_EFFECT, NOT_SEEN, CONTRADICTED, ELSEWHERE = VERDICTS = (
-    "seen",
-    "no effect",
-    "not seen",
-    "contradicted",
-    "needs a GPU or their data",
-)
+SEEN, NO_EFFECT, NOT_SEEN = "seen", "no effect", "not seen"
+CONTRADICTED, ELSEWHERE = "contradicted", "needs a GPU or their data"
+VERDICTS = (SEEN, NO_EFFECT, NOT_SEEN, CONTRADICTED, ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -54,12 +44,10 @@ class Claim:
     claim: str
     tried: str
     finding: str
-    gaps: tuple[tuple[str, str], ...] = ()
+    gaps: tuple[tuple[str, ...], ...] = ()
     statistic: str = ""
-    taken: str = "pooled"
     of: tuple[int, ...] = ()
-    values: tuple[tuple[str, str], ...] = ()
-    forked: bool = False
+    values: tuple[tuple[str, ...], ...] = ()
     seeds_from: int = 0
     verdict: str = ""
     frozen: str = ""
@@ -106,10 +94,6 @@ class Results:
             raise FileNotFoundError(f"{self.folder}: no run of {name}")
         return found
 
-    def short(self, name: str) -> dict[int, Run]:
-        """The runs of `recipes/claims.py` by seed."""
-        return self.runs(f"claims/{name}")
-
     @cached_property
     def _methods(self) -> list[Run]:
         return methods_runs.read_runs(self.folder / "methods")
@@ -123,41 +107,39 @@ def shown(values: list[float], form: str = "+.3f") -> str:
     return f"{statistics.mean(values):{form}} [{low:{form}}, {high:{form}}], {len(values)} seeds"
 
 
-def margin(differences: list[float], forked: bool = False) -> float:
-    """Half of the 95 % interval of the mean: of Student's t from eight seeds on, else two standard errors."""
+def margin(differences: list[float]) -> float:
+    """Half of the 95 % interval of the mean by Student's t, which one seed does not have."""
     count = len(differences)
-    spread = statistics.stdev(differences) if count > 1 else 0.0
-    if count < ENOUGH:
-        return 2 * max(spread, FORKED if forked else SPREAD) / math.sqrt(count)
-    return float(student.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+    if count < 2:
+        return math.inf
+    return float(student.ppf(0.975, count - 1)) * statistics.stdev(differences) / math.sqrt(count)
 
 
-def ordered(differences: list[float], forked: bool = False) -> str:
+def lower(differences: list[float]) -> str:
     """The verdict on "the first is lower": of differences that are then above zero, one for each seed."""
-    mean, error = statistics.mean(differences), margin(differences, forked)
+    mean, error = statistics.mean(differences), margin(differences)
     if abs(mean) + error <= NULL:
         return NO_EFFECT
     return NOT_SEEN if abs(mean) <= error else SEEN if mean > 0 else CONTRADICTED
 
 
-def cheap(costs: list[float], forked: bool = False) -> str:
+def cheap(costs: list[float]) -> str:
     """The verdict on "it costs little": of losses over the control, one for each seed."""
-    mean, error = statistics.mean(costs), margin(costs, forked)
+    mean, error = statistics.mean(costs), margin(costs)
     if mean + error <= LIMIT:
         return SEEN
     return CONTRADICTED if mean - error > LIMIT else NOT_SEEN
 
 
+def costly(costs: list[float]) -> str:
+    """The verdict on "it costs much", of the same losses."""
+    return {SEEN: CONTRADICTED, CONTRADICTED: SEEN}.get(cheap(costs), NOT_SEEN)
+
+
 def together(verdicts: Iterable[str]) -> str:
-    """The verdict on a claim of several parts: that of all, or not seen."""
+    """The verdict on a claim of several parts: contradicted where one part is, else that of all, or not seen."""
     found = set(verdicts)
-    return found.pop() if len(found) == 1 else NOT_SEEN
-
-
-def worst(verdicts: Iterable[str]) -> str:
-    """The verdict on a claim that one part contradicts."""
-    found = set(verdicts)
-    return CONTRADICTED if CONTRADICTED in found else together(found)
+    return CONTRADICTED if CONTRADICTED in found else found.pop() if len(found) == 1 else NOT_SEEN
 
 
 ALT = (
@@ -165,30 +147,44 @@ ALT = (
     "is no effect, orange where it is contradicted. The band is 0.02 nats on either side"
 )
 
-RULES: dict[str, Callable[[list[float], bool], str]] = {"lower": ordered, "cheap": cheap}
+RULES: dict[str, Callable[[list[float]], str]] = {"lower": lower, "cheap": cheap, "costly": costly}
 
 
 def differences(claim: Claim, results: Results) -> list[list[float]]:
-    """For each pair of a row, the loss of the second run over that of the first, seed by seed."""
-    pairs = [(results.runs(one), results.runs(other)) for one, other in claim.gaps]
-    fresh = [{seed: run for seed, run in one.items() if seed >= claim.seeds_from} for one, _ in pairs]
-    return [gaps(one, other) for one, (_, other) in zip(fresh, pairs)]
+    """For each gap of a row, the loss of the second run over that of the first, seed by seed. Of four runs: by how much
+    that is more than the fourth's over the third."""
+
+    def gap(names: tuple[str, ...]) -> dict[int, float]:
+        one, other, *control = (results.runs(name) for name in names)
+        seeds = [seed for seed in one if seed in other and seed >= claim.seeds_from]
+        found = {seed: other[seed]["eval_loss"] - one[seed]["eval_loss"] for seed in seeds}
+        net = gap(names[2:]) if control else dict.fromkeys(found, 0.0)
+        return {seed: found[seed] - net[seed] for seed in found if seed in net}
+
+    return [list(gap(names).values()) for names in claim.gaps]
+
+
+def values(claim: Claim, results: Results) -> list[list[float]]:
+    """For each value of a row, what the runs' JSON has at its path, seed by seed; less what is at a second path."""
+
+    def value(name: str, path: str, less: str = "") -> list[float]:
+        runs = [run for seed, run in results.runs(name).items() if seed >= claim.seeds_from]
+        return [_at(run, path) - (_at(run, less) if less else 0) for run in runs]
+
+    return [value(*names) for names in claim.values]
 
 
 def judged(claim: Claim, results: Results) -> tuple[str, str, str]:
     """The finding of a row, how precise it is, and its verdict."""
-    found = differences(claim, results)
-    values = [[_at(run, path) for run in results.runs(name).values()] for name, path in claim.values]
-    finding = claim.finding.format(*map(shown, found), *(shown(each, ".3g") for each in values))
+    found, more = differences(claim, results), values(claim, results)
+    finding = claim.finding.format(*map(shown, found), *(shown(each, ".3g") for each in more))
     if claim.verdict:
         return finding, "", claim.verdict
-    deciding = [(found + values)[place] for place in claim.of or range(len(found))]
-    if claim.taken == "pooled":
-        deciding = [[value for part in deciding for value in part]]
-    errors = [margin(part, claim.forked) for part in deciding]
-    precision = f"±{max(errors):.3f}; 0.02 would look like {0.02 - max(errors):+.3f} to {0.02 + max(errors):+.3f}"
-    parts = [RULES[claim.statistic](part, claim.forked) for part in deciding]
-    return finding, precision, {"pooled": together, "each": together, "worst": worst}[claim.taken](parts)
+    deciding = [(found + more)[place] for place in claim.of or range(len(found))]
+    error = max(map(margin, deciding))
+    precision = f"±{error:.3f}; 0.02 would look like {0.02 - error:+.3f} to {0.02 + error:+.3f}"
+    precision = precision if math.isfinite(error) else "one seed"
+    return finding, precision, together(RULES[claim.statistic](part) for part in deciding)
 
 
 def _at(run: Run, path: str) -> float:
@@ -208,15 +204,18 @@ INTRO = """# What the papers claim, and what was seen
 - **The models are tiny**: unless a row says otherwise, a Llama of 0.46M parameters on Python's standard library.
   Runs of `claims.py` have {steps} steps of 1,024 tokens (0.6M tokens), those of [methods side by side](methods.md)
   4,000 (4.1M). At 0.6M tokens the model is far from using what it has: dropping half of the MLPs' weights costs nothing
-  there. So rows on the cost of sparsity use the longer runs, where there are any. A claim that is not seen here may
-  hold at the papers' sizes.
+  there, so the cost of masks is judged at 4.1M. A claim that is not seen here may hold at the papers' sizes.
 - Differences are of validation loss in nats per token, seed by seed; brackets have the lowest and the highest seed.
-- ± is half of the 95 % interval of the mean. With {enough} seeds or more it is Student's t. With fewer it is two
-  standard errors, of the seeds' spread or of {spread:g} nats, whichever is larger: 45 pairs of methods with three seeds
-  have that spread. Pairs that *fork*, that are one training up to a step, have {forked:g}.
-- *No effect*: the interval lies within {null:g} nats of zero. *Seen*: it lies above zero. *Contradicted*: below. *Not
-  seen*: none of these; the claim may hold.
-- *Costs little*: seen where the interval ends at {limit:g} nats or below, contradicted where it begins above.
+- ± is half of the 95 % interval of the mean, by Student's t, of the least precise difference that decides. "0.02 would
+  look like" is what the mean would be, nineteen times of twenty, if the true difference were 0.02.
+- *No effect*: the interval lies within {null:g} nats of zero. *Seen*, otherwise: it lies above zero. *Contradicted*:
+  below. *Not seen*: none of these; the claim may hold.
+- *Costs little*: seen where the interval ends at {limit:g} nats or below, contradicted where it begins above. A *drop*
+  is the opposite.
+- A claim of several parts is contradicted where one part is, and else has the verdict that all parts share.
+- *Forked* runs are one dense training up to step 1,000 of 4,000. Their differences vary less, and say what masks do
+  after a dense start. Their learning rates are from a seed that does not judge.
+- `claims.py --list` shows the seeds that are planned. Until all are there, those that are judge.
 - `python docs/build_site.py` computes the figures from the result files, and the verdicts that have a ±. The code of
   commit 79372d2b judged {frozen} others. The rest are our reading of the figures. `rows.yaml` says which is which.
 - Commands stand for `python recipes/...`; those of frozen rows are of that commit, and some are gone. What repeats the
@@ -239,10 +238,9 @@ def page(folder: Path) -> str:
         link = f"[{section.section}](#{section.section.lower().replace(' ', '-')})"
         lines.append([link, *(str(own.count(kind) or "") for kind in kinds)])
     table = markdown_table(["paper", *kinds], lines)
-    run = results.short("dense")[0]
+    run = results.runs("claims/dense")[0]
     sizes = {"claims": len(verdicts), "counts": counts, "table": table, "steps": run["arguments"]["max_steps"]}
-    limits = {"limit": LIMIT, "null": NULL, "spread": SPREAD, "forked": FORKED, "enough": ENOUGH}
-    parts = [INTRO.format(**sizes, **limits, frozen=sum(bool(claim.frozen) for claim in claims))]
+    parts = [INTRO.format(**sizes, limit=LIMIT, null=NULL, frozen=sum(bool(claim.frozen) for claim in claims))]
     changed = [[one.id, one.was, now[one.id], one.why] for one in claims if one.was not in ("", now[one.id])]
     parts += ["## Verdicts that changed", markdown_table(["", "before", "now", "why"], changed)]
     for section in sections:

@@ -162,7 +162,7 @@ def unstructured(trainer: Trainer, seed: int, *, steps: int = 100) -> dict[str, 
         model, masks = pruned(sparse, kind)
         after = loss_of(further(model, masks, 3000 + seed), held_out)
         found[kind] = {"at once": loss_of(model, held_out) - start, "trained": after - control}
-    return {"over unstructured": found}
+    return {"over unstructured": found, "losses": {"unstructured": start, "trained": control}}
 
 
 def fine_tuned(trainer: Trainer, seed: int, *, steps: int = 150) -> dict[str, Any]:
@@ -181,8 +181,7 @@ def fine_tuned(trainer: Trainer, seed: int, *, steps: int = 150) -> dict[str, An
             model = unpatch_model(copy.deepcopy(model))
             patch_model(model, Sparse24Config(method=method, target_modules="mlp"))
         losses[method] = {rate: loss_of(trained(model, text(), rate, steps, {}), held_out) for rate in FINE_TUNING}
-    best = {method: min(found.values()) for method, found in losses.items()}
-    return {"losses": losses, f"over {own}": {method: loss - best[own] for method, loss in best.items()}}
+    return {"losses": losses}
 
 
 PROBES: dict[str, Callable[[Trainer, int], dict[str, Any]]] = {

@@ -50,8 +50,8 @@ def flip_rates(figure: Figure) -> None:
 def flip_rate_decay(figure: Figure) -> None:
     left, right = figure.subplots(2, 1)
     results = claims_page.Results(RESULTS)
-    runs = {decay: results.short(f"t-sr-ste-gradient-{decay:g}") for decay in (0, 6e-4, 6e-3, 0.02, 0.06, 0.2)}
-    dense = results.short("dense")
+    runs = {decay: results.runs(f"claims/t-sr-ste-gradient-{decay:g}") for decay in (0, 6e-4, 6e-3, 0.02, 0.06, 0.2)}
+    dense = results.runs("claims/dense")
     for decay, colour in [(0, ORANGE), (6e-3, BLUE), (0.06, PURPLE)]:
         draw_curve(left, {0: runs[decay][0]}, "flip_rate", colour, f"decay {decay:g}", "-")
     draw_curve(left, {0: dense[0]}, "flip_rate", MUTED, "dense", "--")

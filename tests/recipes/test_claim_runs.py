@@ -6,7 +6,7 @@ from functools import partial
 
 import claims_page
 import pytest
-from claims_page import CONTRADICTED, ELSEWHERE, NO_EFFECT, NOT_SEEN, SEEN, VERDICTS, Claim, Results, cheap, ordered
+from claims_page import CONTRADICTED, NO_EFFECT, NOT_SEEN, SEEN, Results, cheap, costly, lower
 from paths import ROOT
 
 from recipes import claims, stdlib_text
@@ -20,49 +20,48 @@ def test_every_row_has_a_number_and_either_a_statistic_or_a_verdict():
     found = [claim for section in Results(COMMITTED).sections() for claim in section.claims]
     rows = re.findall(r"^\| ?([A-Z]\d+) \|.*\| ([^|]+?) ?\|$", PAGE.read_text().partition("## S-STE")[2], re.M)
     assert [number for number, _ in rows] == [claim.id for claim in found] and len(found) >= 25
-    assert {verdict.strip("*") for _, verdict in rows} <= set(VERDICTS)
+    assert {verdict.strip("*") for _, verdict in rows} <= set(claims_page.VERDICTS)
     assert len({claim.id for claim in found}) == len(found)
     for claim in found:
         assert bool(claim.statistic) != bool(claim.verdict) and bool(claim.was) == bool(claim.why), claim.id
-        assert claim.frozen or claim.gaps or claim.values or claim.verdict == ELSEWHERE, claim.id
+        assert claim.frozen or claim.gaps or claim.values or claim.verdict == claims_page.ELSEWHERE, claim.id
 
 
 @pytest.mark.parametrize(
-    ("rule", "differences", "forked", "verdict"),
+    ("rule", "differences", "verdict"),
     [
-        (ordered, [0.03], False, NOT_SEEN),  # one seed of runs that differ by 0.02
-        (ordered, [0.01, 0.002], False, NOT_SEEN),
-        (ordered, [0.01, 0.008], True, SEEN),
-        (ordered, [-0.05, -0.03], False, CONTRADICTED),
-        (ordered, [0.001, -0.001], True, NO_EFFECT),
-        (ordered, [0.02, -0.02] * 4, False, NOT_SEEN),  # eight seeds: their own spread
-        (ordered, [0.004, -0.004] * 4, False, NO_EFFECT),
-        (cheap, [-0.03], False, SEEN),
-        (cheap, [0.01, 0.012], True, SEEN),
-        (cheap, [0.07, 0.05], False, CONTRADICTED),
-        (cheap, [0.012, 0.008] * 4, False, SEEN),
+        (lower, [0.03, 0.02, 0.03, 0.02], SEEN),
+        (lower, [-0.03, -0.02, -0.03, -0.02], CONTRADICTED),
+        (lower, [0.006, 0.0061] * 2, NO_EFFECT),  # and not "seen": too small
+        (lower, [0.02, -0.02] * 4, NOT_SEEN),
+        (cheap, [-0.03], NOT_SEEN),
+        (cheap, [0.012, 0.008] * 4, SEEN),
+        (cheap, [0.07, 0.069], CONTRADICTED),
+        (costly, [0.07, 0.069], SEEN),
     ],
 )
-def test_orders_and_costs(rule, differences, forked, verdict):
-    assert rule(differences, forked) == verdict
+def test_orders_and_costs(rule, differences, verdict):
+    assert rule(differences) == verdict
 
 
 def test_a_changed_file_changes_the_verdict(tmp_path):
     (tmp_path / "claims").mkdir()
-    for name, loss in {"mvue": 3.0, "greedy": 3.1}.items():
-        (tmp_path / "claims" / f"{name}-seed0.json").write_text(json.dumps({"eval_loss": loss}))
+    for name, losses in {"mvue": (3.0, 3.5), "greedy": (3.1, 3.61), "fp8": (3.1, 3.61)}.items():
+        for seed, loss in enumerate(losses):
+            (tmp_path / "claims" / f"{name}-seed{seed}.json").write_text(json.dumps({"eval_loss": loss}))
     results = Results(tmp_path)
 
-    def judged(one, other, statistic, **options):
-        gaps = [[f"claims/{one}", f"claims/{other}"]]
-        return claims_page.judged(Claim("X1", "", "", "over it {}", gaps, statistic, **options), results)
+    def judged(*names, statistic="lower", **options):
+        gaps = [[f"claims/{name}" for name in names]]
+        return claims_page.judged(claims_page.Claim("X1", "", "", "over it {}", gaps, statistic, **options), results)
 
-    precision = "±0.040; 0.02 would look like -0.020 to +0.060"
-    assert judged("mvue", "greedy", "lower") == ("over it +0.100, 1 seed", precision, SEEN)
-    assert judged("greedy", "mvue", "lower") == ("over it -0.100, 1 seed", precision, CONTRADICTED)
-    assert judged("mvue", "greedy", "cheap", taken="each", of=[0])[-1] == CONTRADICTED
+    precision = "±0.064; 0.02 would look like -0.044 to +0.084"
+    assert judged("mvue", "greedy") == ("over it +0.105 [+0.100, +0.110], 2 seeds", precision, SEEN)
+    assert judged("greedy", "mvue")[-1] == judged("mvue", "greedy", statistic="cheap")[-1] == CONTRADICTED
+    assert judged("mvue", "greedy", seeds_from=1) == ("over it +0.110, 1 seed", "one seed", NOT_SEEN)
+    assert judged("mvue", "greedy", "mvue", "fp8")[0].startswith("over it +0.000")  # as much as the control's
     with pytest.raises(FileNotFoundError, match="claims/dense"):
-        judged("dense", "mvue", "lower")
+        judged("dense", "mvue")
 
 
 @pytest.fixture
@@ -89,11 +88,11 @@ def test_a_run_that_has_its_file_is_not_repeated(tmp_path, made):
 
 def test_other_seeds_take_the_best_of_the_search(tmp_path, made):
     names = ["fork-transposable-1-2-seed0", "fork-transposable-2-4-seed0"]
-    with pytest.raises(claims.UsageError, match=r"fork-transposable-2-4: .* fork-transposable-2-4-x0\.63-seed9 "):
+    with pytest.raises(claims.UsageError, match=r"fork-transposable-2-4: .* fork-transposable-2-4-x1-seed9 "):
         claims.main(["--only", *names, "--results", str(tmp_path)])
-    search = [f"fork-transposable-2-4-x{factor}-seed9" for factor in ("0.63", "1", "1.6")]
+    search = [f"fork-transposable-2-4-x{factor}-seed9" for factor in ("1", "1.6", "2.5")]
     claims.main(["--only", *search, *names, "--results", str(tmp_path)])
-    assert [factor for *_, factor in made] == [0.63, 1, 1.6, 1.0, 1.0]
+    assert [factor for *_, factor in made] == [1, 1.6, 2.5, 1.0, 1.0]
 
 
 @pytest.mark.slow
