@@ -29,7 +29,7 @@ def metrics_cache(tmp_path_factory):
         directory = tmp_path_factory.mktemp("cache")
         patch.setattr("datasets.config.HF_DATASETS_CACHE", directory / "datasets")
         patch.setattr("evaluate.config.HF_MODULES_CACHE", str(directory / "modules"))  # it imports metrics from there
-        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(sys, "path", [str(directory / "modules"), *sys.path])  # before the user's own cache
         yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "evaluate_modules"]:
         del sys.modules[name]  # another module's metrics lie elsewhere
