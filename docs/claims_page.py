@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [path for path in (str(ROOT / "recipes"),) if path not in sys.path]
 
 import methods_runs
+from methods_runs import gaps
 from scipy.stats import t as student
 
 from hf_sparse24.tables import markdown_table
@@ -154,14 +155,14 @@ def differences(claim: Claim, results: Results) -> list[list[float]]:
     """For each gap of a row, the loss of the second run over that of the first, seed by seed. Of four runs: by how much
     that is more than the fourth's over the third."""
 
-    def gap(names: tuple[str, ...]) -> dict[int, float]:
-        one, other, *control = (results.runs(name) for name in names)
-        seeds = [seed for seed in one if seed in other and seed >= claim.seeds_from]
-        found = {seed: other[seed]["eval_loss"] - one[seed]["eval_loss"] for seed in seeds}
-        net = gap(names[2:]) if control else dict.fromkeys(found, 0.0)
-        return {seed: found[seed] - net[seed] for seed in found if seed in net}
+    def gap(names: tuple[str, ...]) -> list[float]:
+        first, *others = (results.runs(name) for name in names)
+        seeds = [seed for seed in first if seed >= claim.seeds_from and all(seed in other for other in others)]
+        one, other, *control = ({seed: runs[seed] for seed in seeds} for runs in (first, *others))
+        found = gaps(one, other)
+        return [gross - net for gross, net in zip(found, gaps(*control))] if control else found
 
-    return [list(gap(names).values()) for names in claim.gaps]
+    return [gap(names) for names in claim.gaps]
 
 
 def values(claim: Claim, results: Results) -> list[list[float]]:
@@ -183,8 +184,8 @@ def judged(claim: Claim, results: Results) -> tuple[str, str, str]:
     deciding = [(found + more)[place] for place in claim.of or range(len(found))]
     error = max(map(margin, deciding))
     precision = f"±{error:.3f}; 0.02 would look like {0.02 - error:+.3f} to {0.02 + error:+.3f}"
-    precision = precision if math.isfinite(error) else "one seed"
-    return finding, precision, together(RULES[claim.statistic](part) for part in deciding)
+    verdict = together(RULES[claim.statistic](part) for part in deciding)
+    return finding, precision if math.isfinite(error) else "one seed", verdict
 
 
 def _at(run: Run, path: str) -> float:
@@ -210,8 +211,7 @@ INTRO = """# What the papers claim, and what was seen
   look like" is what the mean would be, nineteen times of twenty, if the true difference were 0.02.
 - *No effect*: the interval lies within {null:g} nats of zero. *Seen*, otherwise: it lies above zero. *Contradicted*:
   below. *Not seen*: none of these; the claim may hold.
-- *Costs little*: seen where the interval ends at {limit:g} nats or below, contradicted where it begins above. A *drop*
-  is the opposite.
+- *Costs little*: the interval ends at {limit:g} nats or below. A *drop*: it begins above. Each contradicts the other.
 - A claim of several parts is contradicted where one part is, and else has the verdict that all parts share.
 - *Forked* runs are one dense training up to step 1,000 of 4,000. Their differences vary less, and say what masks do
   after a dense start. Their learning rates are from a seed that does not judge.

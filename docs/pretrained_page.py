@@ -130,21 +130,23 @@ def one_shot(runs: list[Run], folder: Path) -> str:
         rows.append([f"`{run['variant']}`", *calibrated, *all_over_dense(runs, run), *quality(run)])
     text = markdown_table(["model", "tokens", "passes", *OVER_DENSE, *QUALITY], rows)
     by_variant = {run["variant"]: run for run in found}
-    dense, ours, reference = map(by_variant.get, ("dense", "oneshot", "ours, sparsegpt alone"))
-    if dense and ours and reference:
+    names = ("dense", "oneshot", "ours, sparsegpt alone", "llm-compressor, sparsegpt")
+    dense, ours, reference, peer = map(by_variant.get, names)
+    if dense and ours and reference and peer:
+        ratios = [perplexity(reference, name) / perplexity(peer, name) for name in SHORT]
         gaps = {name: [loss(run, name) - loss(dense, name) for run in (ours, reference)] for name in SHORT}
         shares = [f"{gap / whole:.2f} on {SHORT[name]}" for name, (gap, whole) in gaps.items()]
-        text += f"\n\n{BLOCK_TRAINED} {', '.join(shares)}.\n\n{PATTERNS}"
+        text += f"\n\n{BLOCK_TRAINED.format(min(ratios), max(ratios))} {', '.join(shares)}.\n\n{PATTERNS}"
     return text
 
 
 BLOCK_TRAINED = """`oneshot` prunes with SparseGPT, and then trains each block to match the dense one. The dense model
 wrote 73,728 of its tokens, in 520 CPU seconds that are not in the table; `own text` calibrated with the same 98,304
-tokens. SparseGPT alone is 0.97 to 1.06 times llm-compressor's, by corpus. `oneshot` leaves this share of
+tokens. SparseGPT alone is {:.2f} to {:.2f} times llm-compressor's, by corpus. `oneshot` leaves this share of
 SparseGPT's gap to dense, in log-perplexity:"""
 
-PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../packed_format.md) and decode [0.8 to
-1.1 times as fast](frontier.md) on a CPU; sparse tensor cores multiply neither. 6:8 takes 13/16 of the dense bytes."""
+PATTERNS = """`oneshot` is 2:4. 16:32 and 8:16 take the same bytes [packed](../packed_format.md), and decode [at other
+speeds](frontier.md) on a CPU; sparse tensor cores multiply neither. 6:8 takes 13/16 of the dense bytes."""
 
 
 def by_time(runs: list[Run], folder: Path) -> str:

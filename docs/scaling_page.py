@@ -105,13 +105,13 @@ def page(folder: Path) -> str:
         "In percent of the dense loss:",
         markdown_table(["parameters", *names], percent),
     ]
-    if any(cell for row in equal for cell in row[1:]):
+    if equal := [row for row in equal if any(row[1:])]:
         parts += [
             "How large is a dense model with the same loss? Its parameters over the sparse model's. Between two sizes, "
             "the loss is taken as linear in the logarithm of the parameters:",
             markdown_table(["parameters", *names], equal),
         ]
-    if any(cell for row in halves for cell in row[1:]):
+    if halves := [row for row in halves if any(row[1:])]:
         over = [f"{name}, nats" for name in names if name != HALF]
         parts += ["## At equal non-zeros", SMALLER, markdown_table(["parameters", *over], halves)]
     versions, device = runs[0]["versions"], runs[0]["device"]

@@ -27,8 +27,7 @@ def rows_of(section: claims_page.Section, results: claims_page.Results) -> list[
     return found
 
 
-def draw(section: claims_page.Section, figure: Figure) -> None:
-    rows = rows_of(section, _RESULTS)
+def draw(rows: list[Row], figure: Figure) -> None:
     axis = figure.subplots()
     for place, (_, mean, error, colour) in enumerate(rows):
         axis.plot([mean - error, mean + error], [place, place], color=colour, linewidth=2)
@@ -44,5 +43,5 @@ def draw(section: claims_page.Section, figure: Figure) -> None:
 
 _RESULTS = claims_page.Results(RESULTS)
 for _section in _RESULTS.sections():
-    _rows = len(rows_of(_section, _RESULTS))
-    picture(_section.image, claims_page.ALT, height=80 + 36 * _rows)(partial(draw, _section))
+    _rows = rows_of(_section, _RESULTS)
+    picture(_section.image, claims_page.ALT, height=80 + 36 * len(_rows))(partial(draw, _rows))
