@@ -104,8 +104,7 @@ def shown(values: list[float], form: str = "+.3f") -> str:
     """The mean of some values, with their range and number."""
     if len(values) == 1:
         return f"{values[0]:{form}}, 1 seed"
-    low, high = min(values), max(values)
-    return f"{statistics.mean(values):{form}} [{low:{form}}, {high:{form}}], {len(values)} seeds"
+    return f"{statistics.mean(values):{form}} [{min(values):{form}}, {max(values):{form}}], {len(values)} seeds"
 
 
 def margin(differences: list[float]) -> float:
@@ -166,11 +165,12 @@ def differences(claim: Claim, results: Results) -> list[list[float]]:
 
 
 def values(claim: Claim, results: Results) -> list[list[float]]:
-    """For each value of a row, what the runs' JSON has at its path, seed by seed; less what is at a second path."""
+    """For each value of a row, what its runs' JSON has at a path, seed by seed, less what another path or run has."""
 
-    def value(name: str, path: str, less: str = "") -> list[float]:
-        runs = [run for seed, run in results.runs(name).items() if seed >= claim.seeds_from]
-        return [_at(run, path) - (_at(run, less) if less else 0) for run in runs]
+    def value(name: str, path: str, less: str = "", other: str = "") -> list[float]:
+        runs, others = results.runs(name), results.runs(other or name)
+        seeds = [seed for seed in runs if seed >= claim.seeds_from and seed in others]
+        return [_at(runs[seed], path) - (_at(others[seed], less) if less else 0) for seed in seeds]
 
     return [value(*names) for names in claim.values]
 

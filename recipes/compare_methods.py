@@ -67,8 +67,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ast": ("ast", {}),
     "slope": ("slope", {}),
     "fixed-mask-late": ("fixed-mask", {"dense_start": 0.5}),
-    "t-sr-ste-no-tail": ("t-sr-ste", {"dense_tail": 0}),
-    "s-ste-no-mvue": ("s-ste", {"weight_grad": "dense"}),
     "s-ste-greedy": ("s-ste-greedy", {}),
     "s-ste-mvue-weight": ("s-ste-mvue-weight", {}),
     "s-ste-scale-each-step": ("s-ste-moving-scale", {}),

@@ -26,8 +26,6 @@ WHAT = {
     "cast": "dense with AdamS, decay 4e-7, scales; pruned at the end; no teacher; code of 49d34cb",
     "slope": "one mask of the initial weights, kept; another one backward",
     "fixed-mask-late": "dense for the first half, then one mask, at dense's learning rate",
-    "t-sr-ste-no-tail": "`t-sr-ste` without the tail, at its learning rate",
-    "s-ste-no-mvue": "`s-ste` with the whole gradient, at its learning rate",
     "s-ste-greedy": "`s-ste` with the largest gradients in place of MVUE, at its learning rate",
     "s-ste-mvue-weight": "`s-ste` with MVUE on the weight of grad_input too, at its learning rate",
     "s-ste-scale-each-step": "`s-ste` with a scale that is computed in each step, at its learning rate",

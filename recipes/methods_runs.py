@@ -20,8 +20,6 @@ Run = dict[str, Any]
 RATE_OF = {
     "ste": "sr-ste",
     "fixed-mask-late": "dense",
-    "t-sr-ste-no-tail": "t-sr-ste",
-    "s-ste-no-mvue": "s-ste",
     "s-ste-greedy": "s-ste",
     "s-ste-mvue-weight": "s-ste",
     "s-ste-scale-each-step": "s-ste",

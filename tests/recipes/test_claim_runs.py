@@ -6,7 +6,7 @@ from functools import partial
 
 import claims_page
 import pytest
-from claims_page import CONTRADICTED, NO_EFFECT, NOT_SEEN, SEEN, Results, cheap, costly, lower
+from claims_page import CONTRADICTED, NO_EFFECT, NOT_SEEN, SEEN, Claim, Results, cheap, costly, lower
 from paths import ROOT
 
 from recipes import claims, stdlib_text
@@ -49,17 +49,17 @@ def test_a_changed_file_changes_the_verdict(tmp_path):
     for name, losses in {"mvue": (3.0, 3.5), "greedy": (3.1, 3.61), "fp8": (3.1, 3.61)}.items():
         for seed, loss in enumerate(losses):
             (tmp_path / "claims" / f"{name}-seed{seed}.json").write_text(json.dumps({"eval_loss": loss}))
-    results = Results(tmp_path)
 
     def judged(*names, statistic="lower", **options):
         gaps = [[f"claims/{name}" for name in names]]
-        return claims_page.judged(claims_page.Claim("X1", "", "", "over it {}", gaps, statistic, **options), results)
+        return claims_page.judged(Claim("X1", "", "", "over it {}", gaps, statistic, **options), Results(tmp_path))
 
     precision = "±0.064; 0.02 would look like -0.044 to +0.084"
     assert judged("mvue", "greedy") == ("over it +0.105 [+0.100, +0.110], 2 seeds", precision, SEEN)
     assert judged("greedy", "mvue")[-1] == judged("mvue", "greedy", statistic="cheap")[-1] == CONTRADICTED
     assert judged("mvue", "greedy", seeds_from=1) == ("over it +0.110, 1 seed", "one seed", NOT_SEEN)
     assert judged("mvue", "greedy", "mvue", "fp8")[0].startswith("over it +0.000")  # as much as the control's
+    assert judged("mvue", "fp8", values=[["claims/mvue", *["eval_loss"] * 2, "claims/fp8"]], of=[1])[-1] == CONTRADICTED
     with pytest.raises(FileNotFoundError, match="claims/dense"):
         judged("dense", "mvue")
 

@@ -28,7 +28,7 @@ GRID = (1e-3, 1.5e-3, 2.2e-3, 3.3e-3, 5e-3, 7.5e-3, 1.1e-2)
 def a_grid_of_its_own(monkeypatch):
     monkeypatch.setattr(methods, "LEARNING_RATES", GRID)
     monkeypatch.setattr(methods, "START", GRID[2:5])
-    monkeypatch.setattr(methods, "RATE_OF", {"s-ste-no-mvue": "s-ste"})
+    monkeypatch.setattr(methods, "RATE_OF", {"s-ste-greedy": "s-ste"})
 
 
 def run(variant="dense", rate=GRID[3], seed=0, loss=3.0, flips=None):
@@ -153,8 +153,8 @@ def test_what_cannot_be_done_is_said(tmp_path, capsys, monkeypatch):
         methods.main(["--report", "--results", str(tmp_path)])
     (tmp_path / "a.json").write_text(json.dumps(run("s-ste")))
     monkeypatch.setattr(methods.stdlib_text, "prepare", lambda directory: directory)
-    methods.main(["--only", "s-ste-no-mvue", "--results", str(tmp_path)])
-    assert "s-ste-no-mvue: waits for the search of s-ste; run the same again" in capsys.readouterr().out
+    methods.main(["--only", "s-ste-greedy", "--results", str(tmp_path)])
+    assert "s-ste-greedy: waits for the search of s-ste; run the same again" in capsys.readouterr().out
 
 
 def test_training_loss_over_dense_is_of_the_same_seed():
