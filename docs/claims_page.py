@@ -209,12 +209,15 @@ INTRO = """# What the papers claim, and what was seen
 - Differences are of validation loss in nats per token, seed by seed; brackets have the lowest and the highest seed.
 - ± is half of the 95 % interval of the mean, by Student's t, of the least precise difference that decides. "0.02 would
   look like" is what the mean would be, nineteen times of twenty, if the true difference were 0.02.
-- *No effect*: the interval lies within {null:g} nats of zero. *Seen*, otherwise: it lies above zero. *Contradicted*:
-  below. *Not seen*: none of these; the claim may hold.
-- *Costs little*: the interval ends at {limit:g} nats or below. A *drop*: it begins above. Each contradicts the other.
-- A claim of several parts is contradicted where one part is, and else has the verdict that all parts share.
-- *Forked* runs are one dense training up to step 1,000 of 4,000. Their differences vary less, and say what masks do
-  after a dense start. Their learning rates are from a seed that does not judge.
+- *Ends lower*: B minus A is *no effect* where the interval lies within {null:g} nats of zero, else *seen* above zero,
+  *contradicted* below, *not seen* across it; the claim may hold.
+- *Costs little*: loss over the control, by {limit:g} nats alone. *Seen*: the interval ends there or below.
+  *Contradicted*: it begins above. A *drop* is the reverse.
+- A claim of several parts is contradicted where one part is, and else has the verdict that all parts share. S7 and P7
+  rest on the runs of S6 and P9.
+- *Forked* runs are one dense training up to step 1,000 of 4,000, compiled, in bf16; they say what masks do after a
+  dense start. A seed that does not judge chose the learning rates of eight arms among 1, 1.6 and 2.5 times dense
+  training's; variants take that of the arm they vary. The transposable arms took 2.5, the largest tried.
 - `claims.py --list` shows the seeds that are planned. Until all are there, those that are judge.
 - `python docs/build_site.py` computes the figures from the result files, and the verdicts that have a ±. The code of
   commit 79372d2b judged {frozen} others. The rest are our reading of the figures. `rows.yaml` says which is which.
@@ -248,7 +251,8 @@ def page(folder: Path) -> str:
         rows = [[each.id, each.claim, each.tried, *_cells(*findings[each.id])] for each in section.claims]
         parts += [markdown_table(["", "claim", "tried by", "result", "precision", "verdict"], rows), section.reading]
     versions = ", ".join(f"{key} {value}" for key, value in run["versions"].items())
-    parts.append(f"Made on a CPU by one thread; {versions}. One JSON for each run in `recipes/results/claims/`.")
+    made = f"Made on a CPU by one thread; {versions}; later runs by hf_sparse24 0.3.0."
+    parts.append(f"{made} One JSON for each run in `recipes/results/claims/`.")
     return "\n\n".join(parts) + "\n"
 
 
