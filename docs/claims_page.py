@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [path for path in (str(ROOT / "recipes"),) if path not in sys.path]
 
 import methods_runs
-from methods_runs import gaps
 from scipy.stats import t as student
 
 from hf_sparse24.tables import markdown_table
@@ -158,8 +157,8 @@ def differences(claim: Claim, results: Results) -> list[list[float]]:
         first, *others = (results.runs(name) for name in names)
         seeds = [seed for seed in first if seed >= claim.seeds_from and all(seed in other for other in others)]
         one, other, *control = ({seed: runs[seed] for seed in seeds} for runs in (first, *others))
-        found = gaps(one, other)
-        return [gross - net for gross, net in zip(found, gaps(*control))] if control else found
+        found = methods_runs.gaps(one, other)
+        return [gross - net for gross, net in zip(found, methods_runs.gaps(*control))] if control else found
 
     return [gap(names) for names in claim.gaps]
 
@@ -168,7 +167,8 @@ def values(claim: Claim, results: Results) -> list[list[float]]:
     """For each value of a row, what its runs' JSON has at a path, seed by seed, less what another path or run has."""
 
     def value(name: str, path: str, less: str = "", other: str = "") -> list[float]:
-        runs, others = results.runs(name), results.runs(other or name)
+        runs = results.runs(name)
+        others = results.runs(other) if other else runs
         seeds = [seed for seed in runs if seed >= claim.seeds_from and seed in others]
         return [_at(runs[seed], path) - (_at(others[seed], less) if less else 0) for seed in seeds]
 
@@ -251,7 +251,8 @@ def page(folder: Path) -> str:
         rows = [[each.id, each.claim, each.tried, *_cells(*findings[each.id])] for each in section.claims]
         parts += [markdown_table(["", "claim", "tried by", "result", "precision", "verdict"], rows), section.reading]
     versions = ", ".join(f"{key} {value}" for key, value in run["versions"].items())
-    made = f"Made on a CPU by one thread; {versions}; later runs by hf_sparse24 0.3.0."
+    forked = results.runs("claims/fork-dense")[0]["versions"]["hf_sparse24"]
+    made = f"Made on a CPU by one thread; {versions}; forked runs by hf_sparse24 {forked}."
     parts.append(f"{made} One JSON for each run in `recipes/results/claims/`.")
     return "\n\n".join(parts) + "\n"
 
