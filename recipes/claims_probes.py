@@ -1,6 +1,7 @@
 """What runs of `claims.yaml` do with the model that they have trained: `probe` names a function of this file."""
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,11 +26,12 @@ FINE_TUNING = (1e-3, 2e-3, 4e-3, 8e-3)
 
 
 def batches(rows: Any, size: int, seed: int | None = None) -> Iterator[Batch]:
-    """Batches of the rows once, in an order drawn by the seed, or in their own; what fills none is left out."""
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    order = range(len(rows)) if generator is None else torch.randperm(len(rows), generator=generator).tolist()
-    for start in range(0, len(rows) - size + 1, size):
-        yield train.collate_causal([rows[i] for i in order[start : start + size]])
+    """Batches of the rows: once in their own order, or without end in orders drawn by a seed. The rest is left out."""
+    generator = torch.Generator().manual_seed(seed or 0)
+    for _ in [0] if seed is None else itertools.count():
+        order = range(len(rows)) if seed is None else torch.randperm(len(rows), generator=generator).tolist()
+        for start in range(0, len(rows) - size + 1, size):
+            yield train.collate_causal([rows[i] for i in order[start : start + size]])
 
 
 @torch.no_grad()
@@ -77,8 +79,7 @@ def descent(trainer: Trainer, seed: int, *, steps: int = 150, micro_batches: int
         return plain, plain | {name: weight.pruned().detach().clone() for name, weight in weights.items()}
 
     def masks() -> Tensor:
-        parts = [weight.mask().flatten() for weight in weights.values()]
-        return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.bool)
+        return torch.cat([w.mask().flatten() for w in weights.values()] or [torch.zeros(1, dtype=torch.bool)])
 
     text = batches(trainer.train_dataset, trainer.args.train_batch_size, 1000 + seed)
     start, points = loss_of(twin, held_out, seen()[1]), []

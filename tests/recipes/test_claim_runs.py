@@ -116,8 +116,8 @@ def test_what_a_run_has_besides_its_training(tmp_path, monkeypatch):
     frozen = run("frozen", frozen_from="plain")
     (_, mean, _), (_, kept, _) = frozen["variance"][-1], plain["variance"][3]
     assert mean == pytest.approx(kept, rel=1e-3) and frozen["loss"] != plain["loss"]
-    monkeypatch.setitem(claims.PROBES, "descent", partial(claims.PROBES["descent"], steps=2, micro_batches=2))
-    held = {"probe": "descent", "flags": {"lr_scheduler_type": "constant"}}  # else the last rate is zero
+    monkeypatch.setitem(claims.PROBES, "descent", partial(claims.PROBES["descent"], steps=2, micro_batches=4))
+    held = {"probe": "descent", "flags": {"lr_scheduler_type": "constant", "max_samples": 1}}  # 7 batches, for 8
     probes = {method: run(method, method=method, **held)["probe"] for method in ("ste", "s-ste")}
     assert abs(probes["s-ste"]["gain of flips"]) < abs(probes["ste"]["gain of flips"]) / 2, "it is continuous"
     found = run("unstructured", probe="unstructured")["probe"]["over unstructured"]
