@@ -189,11 +189,11 @@ def judged(claim: Claim, results: Results) -> tuple[str, str, str]:
 
 
 def _at(run: Run, path: str) -> float:
-    """What a run's JSON has at a path such as `log_ratio/moments-dense/1`."""
+    """What a run's JSON has at a path such as `log_ratio/moments-dense/1`; of a list the mean."""
     found: Any = run
     for key in path.split("/"):
         found = found[int(key) if isinstance(found, list) else key]
-    return float(found)
+    return statistics.fmean(found) if isinstance(found, list) else float(found)
 
 
 INTRO = """# What the papers claim, and what was seen

@@ -35,10 +35,10 @@ NOTES = """## How to read the tables
 - CPU seconds are of one thread on a shared machine. llm-compressor and ModelOpt ran in fp32, all else under bf16
   autocast, which takes less. Peak memory of ours includes the dense model and the teacher; theirs ran alone."""
 
-CALIBRATED = {"oneshot": ("98,304", "3 of Adam"), "ours, sparsegpt alone": ("24,576", "1")}
-CALIBRATED |= {"llm-compressor, sparsegpt": ("24,576", "1"), "modelopt, sparsegpt": ("24,576", "1")}
+ALONE = ("ours, sparsegpt alone", "llm-compressor, sparsegpt", "modelopt, sparsegpt")
+ONESHOT = ("oneshot", "oneshot 16:32", "oneshot 8:16", "oneshot 6:8", "oneshot, attention and MLP apart")
+CALIBRATED = dict.fromkeys(ALONE, ("24,576", "1")) | dict.fromkeys(ONESHOT, ("98,304", "3 of Adam"))
 CALIBRATED |= {"llm-compressor, sparsegpt, own text": ("98,304", "1")}
-CALIBRATED |= dict.fromkeys(("oneshot 16:32", "oneshot 8:16", "oneshot 6:8"), CALIBRATED["oneshot"])
 """Tokens that calibrate, and passes over them, of each way to prune in one shot: recipes/pretrained has both."""
 
 SHORT = {"validation": "validation", "validation_chat": "chat", "unseen_wikipedia": "gensim's Wikipedia"}
