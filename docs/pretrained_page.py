@@ -23,15 +23,15 @@ NOTES = """## How to read the tables
   dense. `hf-sparse24 verify` checks after every run that the layers are exactly 2:4.
 - `make evidence` fetches the texts, makes the runs that `recipes/results/pretrained/runs/` lacks, and writes this page.
 - `validation` has other documents of the calibration and training kinds; `chat` has other chats. `gensim's Wikipedia`
-  and `CMake's manual` are of kinds that neither calibrate nor train. Each has {documents} rows of 512 tokens.
-- `recipes/pretrained/material.py` takes the articles from gensim 4.4.0; `sources.json` has the file's SHA-256. A row is
-  the first 512 tokens of a document, or of several where one is shorter.
+  and `CMake's manual` are of kinds that neither calibrate nor train. Each has {documents} rows: the first 512 tokens of
+  a document, or of several. The articles are gensim 4.4.0's; `sources.json` has the file's SHA-256.
 - **x dense** is the perplexity divided by that of the dense model, trained on the same tokens. Brackets are the 95 %
   range over documents, resampled 1,000 times, with the same documents for both models.
 - KL is the divergence from the predictions of the dense model before any training, in nats per token. Agreement is how
   often both models find the same token most likely.
 - `sparsegpt, trained as long as oneshot`: the dense model teaches it, in passes over what `oneshot` prunes by, three in
   the end. Dense is not trained there. The machine had half the speed of that of `oneshot`'s row.
+- `attention and MLP apart`: reconstructed one by one, as arXiv 2510.14444 prefers. Every output is kept to the end.
 - CPU seconds are of one thread on a shared machine. llm-compressor and ModelOpt ran in fp32, all else under bf16
   autocast, which takes less. Peak memory of ours includes the dense model and the teacher; theirs ran alone."""
 
@@ -60,9 +60,9 @@ def page(folder: Path) -> str:
         text = section(runs, folder)
         if text:
             parts += [f"## {title}", text]
-    versions = ", ".join(f"{name} {value}" for name, value in runs[0]["versions"].items())
+    versions = (f"{of} {' and '.join(sorted({run['versions'][of] for run in runs}))}" for of in runs[0]["versions"])
     parts.append(NOTES.format(documents=documents))
-    parts.append(f"{len(runs)} runs; {runs[0]['device'].replace('1 thread(s)', '1 thread')}; {versions}.")
+    parts.append(f"{len(runs)} runs; {runs[0]['device'].replace('1 thread(s)', '1 thread')}; {', '.join(versions)}.")
     return "\n\n".join(parts) + "\n"
 
 
