@@ -5,7 +5,7 @@ Method card
                      magnitude of the four. S is continuous: a weight enters and leaves at zero.
     Scale            beta = <W, S(W)> / ||S(W)||^2, one fp32 number per weight tensor, computed when sparsity begins,
                      then frozen and saved. The paper reports that it grows, and flips explode, where it is computed in
-                     every step (Fig. 4); our small model did not show that (docs/measured/claims.md, S5). The logs have
+                     every step (Fig. 4); our small model shows only the first (docs/measured/claims.md, S5). Logs have
                      its mean and maximum over the weights. `recipes/ablations.py` has the paper's ablations (Tables
                      1 and 3, Fig. 4); `scale_rule` is that of Table 2
     Backward         dX = dZ (beta S(W)), a dense GEMM with the sparse values
