@@ -70,9 +70,8 @@ def decision(runs: list[Run], folder: Path) -> str:
     rows = []
     for tokens in sorted({run["tokens"] for run in runs if run["variant"] == "dense"}):
         for pattern, start in {"2:4": "oneshot", "16:32": "oneshot 16:32"}.items():
-            found = [
-                run for run in at(runs, tokens) if run["seed"] == 0 and (run["verified"] or run["variant"] == start)
-            ]
+            found = [run for run in at(runs, tokens) if run["seed"] == 0]
+            found = [run for run in found if run["verified"] or run["variant"] == start]
             found = [run for run in found if ("16:32" in run["variant"]) == (pattern == "16:32")]
             if found:
                 best = min(found, key=lambda run: loss(run, "validation"))

@@ -56,7 +56,7 @@ TOKENS = (30_000, 100_000, 300_000)
 RATES = (1.6e-3, 8e-4, 4e-4, 2e-4, 1e-4, 5e-5, 2.5e-5)
 START = 2e-4
 BLOCK, BATCH = 256, 2
-"""Tokens of a training sequence, and sequences of a step."""
+"""Tokens of a training sequence, and sequences of a step unless the variant has others."""
 
 CALIBRATION, OWN, CALIBRATION_LENGTH = 96, 288, 256
 """Sequences to prune by, given ones and those that the dense model writes, and their tokens: 24,576 and 73,728 tokens.
@@ -77,8 +77,9 @@ class Variant:
         lora: whether an adapter is trained, and merged under the mask.
         settings: of the method.
         pattern: N:M of the weights.
-        passes: over the tokens that `oneshot` prunes by, to train on after SparseGPT: as many as `oneshot` takes, and
-            in its CPU time. 0: it trains on the training text, from what `oneshot` pruned.
+        passes: over the tokens that `oneshot` prunes by, to train on after SparseGPT, as many as `oneshot` takes. 0: it
+            trains on the training text, from what `oneshot` pruned.
+        batch: sequences of a step.
     """
 
     method: str | None
@@ -89,14 +90,14 @@ class Variant:
     settings: dict[str, Any] = field(default_factory=dict)
     pattern: str = PATTERNS[0]
     passes: int = 0
+    batch: int = BATCH
 
     def start(self, material: "Material") -> Path:
         """The folder of the model that it trains."""
         if not self.pruned:
             return material.source
-        if self.passes:
-            return material.pruned(with_own=False, pattern=self.pattern, reconstruct=None)
-        return material.pruned(pattern=self.pattern)
+        options = {"with_own": False, "reconstruct": None} if self.passes else {}
+        return material.pruned(pattern=self.pattern, **options)
 
 
 NO_TAIL = {"dense_tail": 0}  # a tail would leave the model dense
@@ -124,8 +125,8 @@ VARIANTS = {
     "t-sr-ste from dense": Variant("t-sr-ste", pruned=False, settings=NO_TAIL),
     "t-sr-ste from dense, teacher": Variant("t-sr-ste", pruned=False, teacher=True, settings=NO_TAIL),
     "sparsegpt, trained as long as oneshot": Variant("fixed-mask", teacher=True, passes=3),
+    "sparsegpt, trained as long as oneshot, batches of one": Variant("fixed-mask", teacher=True, passes=3, batch=1),
 }
-
 
 RATE_OF = {
     "fixed-mask": "fixed-mask, teacher",
@@ -246,14 +247,14 @@ class Cost:
 def train(material: Material, variant: Variant, tokens: int, rate: float, seed: int, output: str) -> Trainer:
     """A trainer that has trained."""
     set_seed(seed)
-    steps = tokens // (BLOCK * BATCH)
-    blocks = material.calibration(True) if variant.passes else material.blocks("train", BLOCK, steps * BATCH)
+    steps = tokens // (BLOCK * variant.batch)
+    blocks = material.calibration(True) if variant.passes else material.blocks("train", BLOCK, steps * variant.batch)
     order = [i for _ in range(variant.passes or 1) for i in torch.randperm(len(blocks)).tolist()]
     model = material.load(variant.start(material))
     arguments = TrainingArguments(
         output,
         max_steps=steps,
-        per_device_train_batch_size=BATCH,
+        per_device_train_batch_size=variant.batch,
         learning_rate=rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, steps // 10),
