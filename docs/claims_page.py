@@ -213,8 +213,8 @@ INTRO = """# What the papers claim, and what was seen
   *contradicted* below, *not seen* across it; the claim may hold.
 - *Costs little*: loss over the control, by {limit:g} nats alone. *Seen*: the interval ends there or below.
   *Contradicted*: it begins above. A *drop* is the reverse.
-- A claim of several parts is contradicted where one part is, and else has the verdict that all parts share. S7 and P7
-  rest on the runs of S6 and P9.
+- A claim of several parts is contradicted where one part is, and else has the verdict that all parts share. S7
+  rests on runs of S6.
 - *Forked* runs are one dense training up to step 1,000 of 4,000, compiled, in bf16; they say what masks do after a
   dense start. A seed that does not judge chose the learning rates of eight arms among 1, 1.6 and 2.5 times dense
   training's; variants take that of the arm they vary. The transposable arms took 2.5, the largest tried.
