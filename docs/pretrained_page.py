@@ -29,8 +29,8 @@ NOTES = """## How to read the tables
   range over documents, resampled 1,000 times, with the same documents for both models.
 - KL is the divergence from the predictions of the dense model before any training, in nats per token. Agreement is how
   often both models find the same token most likely.
-- `sparsegpt, trained as long as oneshot`: the dense model teaches it, in passes over what `oneshot` prunes by, three in
-  the end. Dense is not trained there. The machine had half the speed of that of `oneshot`'s row.
+- `sparsegpt, trained as long as oneshot`: the dense model teaches it, in up to 3 passes over what `oneshot` prunes by;
+  512 tokens a step, or 256 (`batches of one`). Dense is not trained there. The machine had half of `oneshot`'s speed.
 - `attention and MLP apart`: reconstructed one by one, as arXiv 2510.14444 prefers. Every output is kept to the end.
 - CPU seconds are of one thread on a shared machine. llm-compressor and ModelOpt ran in fp32, all else under bf16
   autocast, which takes less. Peak memory of ours includes the dense model and the teacher; theirs ran alone."""
@@ -46,7 +46,7 @@ SHORT |= {"unseen_documentation": "CMake's manual"}
 OVER_DENSE = [f"{name}, x dense" for name in SHORT.values()]
 DRAWS = 1000
 AS_LONG = "trained as long as oneshot"
-"""What the names of variants end in that train on the text to prune by."""
+"""What the names of variants have that train on the text to prune by."""
 
 
 def page(folder: Path) -> str:
