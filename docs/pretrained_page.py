@@ -30,7 +30,7 @@ NOTES = """## How to read the tables
 - KL is the divergence from the predictions of the dense model before any training, in nats per token. Agreement is how
   often both models find the same token most likely.
 - `sparsegpt, trained as long as oneshot`: the dense model teaches it, in up to 3 passes over what `oneshot` prunes by;
-  512 tokens a step, or 256 (`batches of one`). Dense is not trained there. Their machine had half the speed of `oneshot`'s.
+  512 tokens a step, or 256 (`batches of one`). Dense is not trained. Their machine was half as fast as `oneshot`'s.
 - `attention and MLP apart`: reconstructed one by one, as arXiv 2510.14444 prefers. Every output is kept to the end.
 - CPU seconds are of one thread on a shared machine. llm-compressor and ModelOpt ran in fp32, all else under bf16
   autocast, which takes less. Peak memory of ours includes the dense model and the teacher; theirs ran alone."""
